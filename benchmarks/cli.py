@@ -65,7 +65,7 @@ def _declare_train(parser: argparse.ArgumentParser) -> None:
     """Declare the row on which ways to compute a training step are compared."""
     parser.add_argument("--target", help=f"folder, hub id or known name (default {DEFAULT_TARGET})")
     parser.add_argument("--model", metavar="NAME", help=MODEL)
-    parser.add_argument("--length", type=int, metavar="T", help="tokens of the packed row (2048)")
+    parser.add_argument("--length", type=int, metavar="T", help="tokens of the packed sequence (2048)")
     parser.add_argument(
         "--supervised-share", type=float, metavar="R", help="of made-up conversations (0.75, as ShareGPT's)"
     )

@@ -117,11 +117,11 @@ def measure(load: Load, machine: Machine, steps: int = STEPS) -> dict[str, Any]:
         for _ in range(WARM_UPS + steps):
             torch.cuda.synchronize(machine.device)
             start = time.perf_counter()
-            news = engine.step()
+            updated = engine.step()
             middle = time.perf_counter()
-            assert len(news) == load.batch, "a step is a cycle of all requests"
-            for request in news:
-                request.read()
+            assert len(updated) == load.batch, "a step is a cycle of all requests"
+            for request in updated:
+                request.decode_text()
             step.append(1e6 * (middle - start))
             text.append(1e6 * (time.perf_counter() - middle))
         num_tokens = sum(len(request.token_ids) for request in engine.scheduler.running)

@@ -18,7 +18,7 @@ from eagle_kit.engine.cycle import (
     accept_and_commit,
     draft_extend,
     propose,
-    read_window,
+    run_target,
 )
 from eagle_kit.engine.runner import CycleInputs, Runner
 from eagle_kit.models.config import TargetConfig
@@ -44,20 +44,21 @@ def cycle_launches(config: TargetConfig, draft_vocab_size: int, shape: SpecShape
     """Launches of a greedy cycle of one request in bf16, by phase (one of ``PHASES``)."""
     with _fake() as counter:
         runner = _runner(config, draft_vocab_size, shape)
-        rows, models = torch.zeros(1, dtype=torch.int64), runner.models
+        slot_ids = torch.zeros(1, dtype=torch.int64)
+        models = runner.models
         settings = CycleSettings(shape, CONTEXT, verifier=runner.verifier(shape))
         with counter.phase("gather"):
-            state = runner.slots.gather(rows)
+            state = runner.slots.gather(slot_ids)
         with counter.phase("propose"):
             window = propose(models.drafter, state, settings, None)
         with counter.phase("verify"):
-            read = read_window(models, state, window.tree, settings)
+            output = run_target(models, state, window.tree, settings)
         with counter.phase("accept"):
-            verified = accept_and_commit(models, state, window, read, settings)
+            verified = accept_and_commit(models, state, window, output, settings)
         with counter.phase("extend"):
             next_state = draft_extend(models.drafter, state, verified, settings)
         with counter.phase("scatter"):
-            runner.slots.scatter(rows, next_state, verified.counts)
+            runner.slots.scatter(slot_ids, next_state, verified.counts)
     return {name: counter.phases[name] for name in PHASES}
 
 

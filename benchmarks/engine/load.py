@@ -159,5 +159,5 @@ def _verify(llm: LLM, tree: Tree, context: int) -> torch.Tensor:
     settings = CycleSettings(shape, -(-(context + nodes) // COLUMNS) * COLUMNS)
     with runner.linear_backends.measuring():
         draft = DraftOutput(tree, Deterministic())
-        models = CycleModels(llm.target, runner.kv, states=runner.states)
+        models = CycleModels(llm.target, runner.kv, recurrent_states=runner.recurrent_states)
         return verify_and_commit(models, state, draft, settings).accepted.tokens

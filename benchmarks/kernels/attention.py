@@ -77,7 +77,7 @@ def _make_plan(rng: RandomInputs, w: Window, page_size: int, dtype: torch.dtype)
         page_table=pages,
         page_size=page_size,
         prefix_lens=torch.full((w.b,), w.c - w.m, device=rng.device),
-        first_slot=0,
+        first_position=0,
         scratch_start=start,
         scratch_stride=SCRATCH,
         num_keys=w.m,
@@ -168,7 +168,7 @@ def _make_prefill(sizes: Sizes, b: int, prefix: int, rows: int, rng: RandomInput
         page_size=size,
         cu_rows=torch.arange(b + 1, device=rng.device) * rows,
         starts=torch.full((b,), prefix, device=rng.device),
-        first_slot=0,
+        first_position=0,
         max_rows=rows,
     )
     q = rng.normal(b * rows, hq, d)
@@ -191,10 +191,10 @@ def _sdpa_prefill(
 
     b, d = len(plan.page_tables), q.shape[-1]
     column = torch.arange(total, device=q.device).expand(b, total)
-    slots = plan.page_tables.gather(1, column // plan.page_size) * plan.page_size + column % plan.page_size
+    rows = plan.page_tables.gather(1, column // plan.page_size) * plan.page_size + column % plan.page_size
     group = q.shape[1] // k.shape[0]
     keys, values = (
-        x[:, slots.reshape(-1)].unflatten(1, (b, total)).transpose(0, 1).repeat_interleave(group, 1)
+        x[:, rows.reshape(-1)].unflatten(1, (b, total)).transpose(0, 1).repeat_interleave(group, 1)
         for x in (k, v)
     )
     queries = q.unflatten(0, (b, -1)).transpose(1, 2).contiguous()

@@ -26,7 +26,7 @@ class Sizes:
         windows: nodes of a verified window.
         prompts: batch, cached tokens and new tokens of a prefill.
         tokens: rows of element-wise operations.
-        train_tokens: a packed row of training.
+        train_tokens: a packed sequence of training.
     """
 
     name: str = "full"

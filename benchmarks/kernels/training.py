@@ -1,4 +1,4 @@
-"""Cases of training: attention of training-time test, of packed rows, and the loss.
+"""Cases of training: attention of training-time test, of packed sequences, and the loss.
 
 Legend: T packed tokens, J own keys of a row, M rows, Vd draft vocabulary.
 """
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.kernels.inputs import Cases, KernelCase, PreparedCase, RandomInputs, Sizes, case
 from eagle_kit.ops.attention.packed import packed_attention
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.backend import Backend
 from eagle_kit.ops.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 
@@ -32,7 +32,7 @@ def _make_ttt(sizes: Sizes, j: int, backward: bool, rng: RandomInputs) -> Prepar
     own_k, own_v = (rng.normal(t, hkv, j, d) for _ in range(2))
     inputs = tuple(x.requires_grad_(backward) for x in (q, k, v, own_k, own_v))
     rows = torch.arange(t, device=rng.device)
-    plan = plan_rows(rows, torch.zeros_like(rows))
+    plan = plan_queries(rows, torch.zeros_like(rows))
 
     def op(backend: Backend) -> Any:
         out = ttt_attention(q, k, v, own_k, own_v, plan, d**-0.5, backend=backend)
@@ -47,7 +47,7 @@ def _make_ttt(sizes: Sizes, j: int, backward: bool, rng: RandomInputs) -> Prepar
 
 
 def packed_cases(sizes: Sizes) -> list[KernelCase]:
-    """Causal attention of a packed row: one document, and four."""
+    """Causal attention of a packed sequence: one document, and four."""
     t = sizes.train_tokens
     loads = {"1 document": 1, "4 documents": 4}
     return [case(f"forward, {t} tokens, {words}", _make_packed, sizes, n) for words, n in loads.items()]

@@ -1,7 +1,7 @@
 """Training-time test without our short cuts: every row at every step, and logits that are kept.
 
-For ``python benchmarks train`` only. Each way starts from the target's states of a packed row and ends with
-the gradients of the head; all give the same loss, which the benchmark checks. They share the head's own
+For ``python benchmarks train`` only. Each way starts from the target's states of a packed sequence and ends
+with the gradients of the head; all give the same loss, which the benchmark checks. They share the head's own
 modules, so that they differ in rows, attention and loss alone.
 
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, V / Vd target / draft vocabulary, Hq heads, D
@@ -18,19 +18,19 @@ from eagle_kit.objective.loss import TTTBatch
 from eagle_kit.objective.row_plan import RowPlan
 from eagle_kit.objective.target_features import TargetFeatures, positions_of, vocab_argmax
 from eagle_kit.objective.ttt import run_steps, ttt_forward_backward
-from eagle_kit.ops.attention.ttt import plan_rows
+from eagle_kit.ops.attention.ttt import plan_queries
 from eagle_kit.ops.linear import linear
 
 
 class DenseInputs(NamedTuple):
-    """One packed row behind the target's layers.
+    """One packed sequence behind the target's layers.
 
     Attributes:
         embed_weight, head_weight: the target's embedding and output layer ``[V, H]``.
         target_rows: of ``head_weight``, those of the draft vocabulary ``[Vd, H]``.
         ids: int64 ``[T]``.
         aux, hidden: the target's captured states ``[T, 3 H]`` and its final-normed ones ``[T, H]``.
-        plan: the rows that carry loss.
+        plan: the supervised rows of each step.
         row_weights: K tensors fp32 ``[R_k]``.
     """
 
@@ -75,7 +75,7 @@ def every_row(work: DenseInputs) -> DenseInputs:
         rows.append(torch.arange(max(length - 2 - step, 0), device=device))
         weights.append(torch.zeros(rows[-1].shape, dtype=torch.float32, device=device))
         weights[-1][learned] = work.row_weights[step]
-    attention = [plan_rows(mine, work.plan.doc_start) for mine in rows]
+    attention = [plan_queries(mine, work.plan.doc_start) for mine in rows]
     is_teacher = torch.ones_like(work.plan.is_teacher)
     # Row i has index i in every step.
     return work._replace(
@@ -116,7 +116,7 @@ def dense_way(head: Eagle3Head, work: DenseInputs) -> float:
             mask = torch.zeros(length, dtype=torch.float32, device=ids.device)
             mask[rows] = work.row_weights[step]
             mask = mask * head.t2d[shifted.argmax(-1)]
-            teacher = shifted[:, head.target_ids].float().softmax(-1)
+            teacher = shifted[:, head.token_map].float().softmax(-1)
         logits = head.logits(fed_back).float()
         loss = loss - (mask[:, None] * (teacher * logits.log_softmax(-1))).sum()
         with torch.no_grad():

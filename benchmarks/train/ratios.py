@@ -25,7 +25,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.ops.cpu.memory import keep_large_blocks
 from eagle_kit.ops.timing import Timing
@@ -55,7 +55,8 @@ class RatioOptions:
 
 
 class Row(NamedTuple):
-    """One packed row: tokens, document starts and replies (-1 where there is none), int64 ``[T]`` each."""
+    """One packed sequence: tokens, document starts and replies (-1 where there is none), int64 ``[T]``
+    each."""
 
     ids: torch.Tensor
     doc_start: torch.Tensor
@@ -76,7 +77,7 @@ def measure_ratios(options: RatioOptions, target: Target | None, repeats: int = 
     Raises:
         UserError: a share out of range, or a row without loss at the last step.
     """
-    # One head and one packed row, on which all forms compute.
+    # One head and one packed sequence, on which all forms compute.
     keep_large_blocks()
     device = torch.device(options.device)
     config, size = _shapes(options, target)
@@ -165,10 +166,15 @@ def _work(
 ) -> DenseInputs:
     """States of the target over the row, or random ones; weights of the steps as the trainer's."""
     ids, device = row.ids, row.ids.device
-    plan = plan_row(row.reply, row.doc_start, options.ttt_length)
+    plan = make_row_plan(row.reply, row.doc_start, options.ttt_length)
     if target is not None:
         found = capture_features(target, ids, row.doc_start, head.capture, torch.zeros_like(plan.is_teacher))
-        aux, hidden, embed, output = found.aux, found.hidden, target.embed_tokens.weight, target.head_weight
+        aux, hidden, embed, output = (
+            found.aux_hidden_states,
+            found.hidden,
+            target.embed_tokens.weight,
+            target.head_weight,
+        )
     else:
         width = config.hidden_size
         aux, hidden = (torch.randn(len(ids), n * width, device=device) for n in (len(head.capture), 1))
@@ -183,7 +189,7 @@ def _work(
         choices[torch.nonzero(~choices)[: head.lm_head.out_features - len(wanted), 0]] = True
         hot = torch.nonzero(choices)[:, 0]
         head.set_vocab_map(hot - torch.arange(len(hot)), choices)
-        head.lm_head.weight.copy_(output[head.target_ids])
+        head.lm_head.weight.copy_(output[head.token_map])
         head.norm.weight.fill_(0.1)
     weights = TrainingConfig(ttt_length=options.ttt_length).weights
     row_weights = [
@@ -191,7 +197,7 @@ def _work(
         for rows, weight in zip(plan.rows, weights, strict=True)
     ]
     return DenseInputs(
-        embed, output, output[head.target_ids].contiguous(), ids, aux, hidden, plan, row_weights
+        embed, output, output[head.token_map].contiguous(), ids, aux, hidden, plan, row_weights
     )
 
 

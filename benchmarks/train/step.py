@@ -23,7 +23,7 @@ from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.target import Target
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import RowPlan, plan_row
+from eagle_kit.objective.row_plan import RowPlan, make_row_plan
 from eagle_kit.objective.target_features import TargetFeatures, capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.ops.cpu.memory import keep_large_blocks
@@ -34,7 +34,7 @@ from eagle_kit.train.plan.costs import Workload, capture_flops, head_flops
 MOST = 0.5
 """Most that the ratios are to be."""
 ROW = RatioOptions(length=1024, supervised_share=0.85, draft_vocab_size=8192)
-"""The packed row whose rate is measured."""
+"""The packed sequence whose rate is measured."""
 
 
 def cases(target: str, compare: RatioOptions | None = None) -> Iterator[Case]:
@@ -74,7 +74,7 @@ def training_targets(rows: Rows, counts: bool) -> list[Verdict]:
 
 
 def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
-    """Time capture and training of a fresh head on one packed row of random tokens, on the CPU: needed
+    """Time capture and training of a fresh head on one packed sequence of random tokens, on the CPU: needed
     operations as ``eagle_kit.train.plan.costs`` counts them, seconds, tokens/s, shares of the machine's
     matmul rates, and peak memory."""
     keep_large_blocks()
@@ -83,7 +83,7 @@ def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
     size = min(options.draft_vocab_size or 8192, target.config.vocab_size)
     head = Eagle3Head(Eagle3Config.for_target(target.config, size))
     ids, doc_start, reply = made_up_row(options, size)
-    plan = plan_row(reply, doc_start, options.ttt_length)
+    plan = make_row_plan(reply, doc_start, options.ttt_length)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     # Random text makes the target choose words outside the map; here every row is to carry loss.
     features = features._replace(argmax=torch.randint(0, size, ids.shape))
@@ -118,6 +118,6 @@ def _train_once(
     head: Eagle3Head, target: Target, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
 ) -> None:
     weights = [torch.full((count,), 1.0 / max(count, 1)) for count in plan.counts]
-    rows = target.head_weight[head.target_ids]
+    rows = target.head_weight[head.token_map]
     batch = TTTBatch(ids, plan, weights, features, target.embed_tokens.weight, rows)
     ttt_forward_backward(head, batch)

@@ -267,4 +267,4 @@ def start_peers(
 def forget_graphs(llms: Engines) -> None:
     for llm in llms.values():
         runner = llm.engine().runner
-        runner.graphs = runner.graphs.anew()
+        runner.graphs = runner.graphs.new_empty()

@@ -46,7 +46,7 @@ Drafts = Candidates | ReadyCandidates
 
 
 @dataclass(frozen=True)
-class Recording:
+class DraftRecording:
     """Drafts at every position of replies, one after another.
 
     Attributes:
@@ -67,7 +67,7 @@ class Recording:
     lengths: Sequence[int]
 
     @classmethod
-    def join(cls, recordings: Sequence["Recording"]) -> "Recording":
+    def join(cls, recordings: Sequence["DraftRecording"]) -> "DraftRecording":
         """Concatenate recordings of drafts of one size."""
         first = recordings[0]
         fields = zip(*(recording.candidates for recording in recordings), strict=True)
@@ -307,7 +307,7 @@ class AcceptanceTable:
             return 1.0
         return 1.0 + float(self.shares[shape] @ self.reach[shape].sum(1))
 
-    def average(self) -> "AcceptanceTable":
+    def without_confidence(self) -> "AcceptanceTable":
         """Return the table of cycles whose confidence is not known."""
         reach = {shape: (self.shares[shape] @ self.reach[shape])[None] for shape in self.reach}
         return AcceptanceTable((), dict.fromkeys(reach, np.ones(1)), reach)

@@ -4,6 +4,10 @@ Expected tokens follow from a table of acceptance and an offset of each request;
 of costs and the times of cycles. A decision is held for some cycles, and alternatives are explored within a
 budget of time.
 
+The rule for a single cycle: take the shape with the largest *tokens - rate x seconds*, where the rate is the
+tokens per second that are reached now. A cycle of t seconds takes the time in which rate x t tokens would be
+emitted anyway, so only tokens beyond these raise the speed (renewal reward).
+
 Read :class:`ShapeChooser` first, which decides. It uses :class:`AcceptanceModel` for tokens,
 :class:`CostCorrection` for seconds, and :class:`ExplorationBudget` for explorations.
 
@@ -16,17 +20,20 @@ import statistics
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from eagle_kit.autotune.acceptance import AcceptanceTable
-from eagle_kit.autotune.calibration import Calibration
 from eagle_kit.autotune.chances import chance_of, conditional_log_odds, log_odds_of, reach_of
-from eagle_kit.autotune.policy import Choice, RequestAcceptance, ShapePolicy
+from eagle_kit.autotune.confidence_calibration import Calibration
+from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolicy
+from eagle_kit.autotune.row_budgets import RowBudgets, expected_accepted, tokens_by_num_drafts
 from eagle_kit.autotune.shapes import Seconds
 from eagle_kit.core.shape import SpecShape
+
+PLAIN = 0
+"""Index of plain decoding among shapes and among candidates."""
 
 # Decisions
 HOLD = 8  # cycles for which a decision is held
@@ -81,7 +88,7 @@ COMPARED_CYCLES = 16  # drafting cycles of a batch size before its first compari
 MAX_COMPARISONS = 4  # attempts at that, for batch sizes up to each power of two
 
 
-class Outcome(NamedTuple):
+class CycleOutcome(NamedTuple):
     """Outcome of a request's drafting cycle.
 
     Attributes:
@@ -105,7 +112,7 @@ class AcceptanceModel:
     Args:
         table: acceptance of average text.
         shapes: M of them, plain decoding first.
-        is_average: the table is another draft's, so shared statistics are learnt faster.
+        is_average_head: the table is another draft's, so shared statistics are learnt faster.
 
     Attributes:
         edges: probabilities that separate the confidence classes.
@@ -116,7 +123,7 @@ class AcceptanceModel:
         shared_variance: variance of the shared offset.
     """
 
-    def __init__(self, table: AcceptanceTable, shapes: Sequence[SpecShape], *, is_average: bool) -> None:
+    def __init__(self, table: AcceptanceTable, shapes: Sequence[SpecShape], *, is_average_head: bool) -> None:
         log_odds = conditional_log_odds(table, shapes)  # [M, C, S]
         self.edges = table.edges
         self.chains = {i: shape.steps for i, shape in enumerate(shapes) if shape.steps and shape.topk == 1}
@@ -126,9 +133,9 @@ class AcceptanceModel:
         self._survival = reach_of(log_odds, OFFSETS)  # [G, M, C, S]
         self._tokens = 1.0 + self._survival.sum(3).transpose(0, 2, 1)  # [G, C, M]
         self._token_lists: list[list[list[float]]] = self._tokens.tolist()
-        average = conditional_log_odds(table.average(), shapes)  # [M, 1, S]
+        unknown = conditional_log_odds(table.without_confidence(), shapes)  # [M, 1, S]
         self._log_odds: list[list[list[float]]] = []  # by shape and class, the last one for unknown classes
-        for shape, by_class in zip(shapes, np.concatenate([log_odds, average], 1), strict=True):
+        for shape, by_class in zip(shapes, np.concatenate([log_odds, unknown], 1), strict=True):
             self._log_odds.append([odds[: shape.steps].tolist() for odds in by_class])
 
         # Statistics that requests share.
@@ -137,14 +144,14 @@ class AcceptanceModel:
         usual = np.mean(shares, 0) if shares else np.full(num_classes, 1.0 / num_classes)
         self.shared_histogram: Sequence[float] = usual.tolist()
         self.shared_offset = 0.0
-        self.shared_variance = OFFSET_VARIANCE if is_average else SHARED_VARIANCE
-        self._num_seen = AVERAGE_COUNT if is_average else round(1 / SHARED_HISTOGRAM_RATE)
+        self.shared_variance = OFFSET_VARIANCE if is_average_head else SHARED_VARIANCE
+        self._num_seen = AVERAGE_COUNT if is_average_head else round(1 / SHARED_HISTOGRAM_RATE)
 
         # Outcomes and confidence classes that are not learnt yet.
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[CycleOutcome] = []
         self._seen: defaultdict[RequestAcceptance, list[int]] = defaultdict(list)
 
-    def average_request(self) -> RequestAcceptance:
+    def typical_request(self) -> RequestAcceptance:
         """Return the statistics of a request without outcomes."""
         variance = OFFSET_VARIANCE + self.shared_variance
         return RequestAcceptance(self.shared_offset, variance, self.shared_histogram)
@@ -153,7 +160,7 @@ class AcceptanceModel:
         """Return the statistics that a request begins with in a batch of some size."""
         changed = self.shared_variance + SHARED_CHANGE * 4 / max(batch_size, 4)
         self.shared_variance = min(changed, OFFSET_VARIANCE)
-        return self.average_request()
+        return self.typical_request()
 
     def mean_tokens(self, requests: Sequence[RequestAcceptance]) -> np.ndarray:
         """Expected tokens of each request's cycles, averaged over its confidence histogram, ``[B, M]``."""
@@ -190,16 +197,14 @@ class AcceptanceModel:
         found: list[float] = survival.tolist()
         return found
 
-    def likeliest(self, requests: Sequence[RequestAcceptance], shape_index: int, count: int) -> float:
-        """Expected number of accepted drafts if the ``count`` likeliest drafts of a batch's chains are
-        verified."""
+    def accepted_in_rows(
+        self, requests: Sequence[RequestAcceptance], shape_index: int, num_drafts: int
+    ) -> float:
+        """Expected number of accepted drafts if only the ``num_drafts`` likeliest drafts of a batch's chains
+        are verified (``row_budgets.py``)."""
         survival = self._survival[[row_of(request) for request in requests], shape_index]  # [B, C, S]
-        survival = survival[:, :, : self.chains[shape_index]]
         histograms = np.array([request.histogram for request in requests])
-        shares = np.broadcast_to(histograms[:, :, None], survival.shape).ravel()
-        order = (-survival).ravel().argsort()
-        before = shares[order].cumsum() - shares[order]
-        return float(np.clip(count - before, 0.0, shares[order]) @ survival.ravel()[order])
+        return expected_accepted(survival[:, :, : self.chains[shape_index]], histograms, num_drafts)
 
     def relative_variance(self, requests: Sequence[RequestAcceptance], shape_index: int) -> float:
         """Variance of a batch's expected tokens in a shape, over their square (delta method)."""
@@ -212,9 +217,9 @@ class AcceptanceModel:
         slopes /= OFFSET_STEP
 
         # Errors of offsets have a part of their own, and one that all share.
-        newness = np.array([request.newness for request in requests])
-        own = np.array([request.variance for request in requests]) - newness**2 * self.shared_variance
-        variance = slopes**2 @ own.clip(0.0) + (slopes @ newness) ** 2 * self.shared_variance
+        shared_weight = np.array([request.shared_weight for request in requests])
+        own = np.array([request.variance for request in requests]) - shared_weight**2 * self.shared_variance
+        variance = slopes**2 @ own.clip(0.0) + (slopes @ shared_weight) ** 2 * self.shared_variance
         return float(variance / tokens.sum() ** 2)
 
     def _depth_survival(self, request: RequestAcceptance) -> list[float]:
@@ -241,15 +246,15 @@ class AcceptanceModel:
             self._seen[request].append(request.confidence_class)
 
     def observe(
-        self, request: RequestAcceptance, shape_index: int, num_accepted: int, num_drafts: int | None
+        self, request: RequestAcceptance, shape_index: int, num_accepted: int, num_depths: int | None
     ) -> None:
-        """Record a drafting cycle that verified the first ``num_drafts`` depths, None for all."""
-        which = -1 if request.confidence_class is None else request.confidence_class
-        log_odds = self._log_odds[shape_index][which][:num_drafts]
+        """Record a drafting cycle that verified the first ``num_depths`` depths, None for all."""
+        class_index = -1 if request.confidence_class is None else request.confidence_class
+        log_odds = self._log_odds[shape_index][class_index][:num_depths]
         depth_log_odds: Sequence[float] = ()
         if len(request.depth_log_odds) >= self.chains.get(shape_index, math.inf):
             depth_log_odds = request.depth_log_odds[: len(log_odds)]
-        self._outcomes.append(Outcome(request, num_accepted, log_odds, depth_log_odds))
+        self._outcomes.append(CycleOutcome(request, num_accepted, log_odds, depth_log_odds))
 
     def learn(self) -> None:
         """Learn from all recorded confidences and outcomes."""
@@ -265,7 +270,7 @@ class AcceptanceModel:
                 self.calibration.learn(outcome.depth_log_odds, outcome.num_accepted)
         self._outcomes = []
 
-    def _learn_offsets(self, outcome: Outcome) -> None:
+    def _learn_offsets(self, outcome: CycleOutcome) -> None:
         """Update a request's offset and the shared one by a Kalman filter of binary outcomes.
 
         The errors of the two are correlated. The correlation decreases with every cycle of a request, so a
@@ -287,11 +292,11 @@ class AcceptanceModel:
 
         # Update both offsets and their variances.
         spread = 1.0 + request.variance * information
-        covariance = request.newness * self.shared_variance
+        covariance = request.shared_weight * self.shared_variance
         request.offset = _clipped(request.offset + request.variance * surprise / spread)
         self.shared_offset = _clipped(self.shared_offset + covariance * surprise / spread)
         self.shared_variance -= covariance**2 * information / spread
-        request.newness /= spread
+        request.shared_weight /= spread
         request.variance /= spread
         age(request, 1)
 
@@ -358,9 +363,10 @@ class CostCorrection:
         factors: np.ndarray = np.exp(self._design[:, 1:] @ self._mean[1:])
         return factors
 
-    def best_factors(self, used: int) -> np.ndarray:
-        """Further factor by which each shape may cost less at best, relative to the shape in use, ``[M]``."""
-        beside = self._design - self._design[used]
+    def best_factors(self, current_shape: int) -> np.ndarray:
+        """Further factor by which each shape may cost less at best, relative to the shape in use, ``[M]``.
+        At best a cost is :data:`OPTIMISM` standard errors below the estimate."""
+        beside = self._design - self._design[current_shape]
         variances = ((beside @ self._covariance) * beside).sum(1)
         factors: np.ndarray = np.exp(-OPTIMISM * np.sqrt(variances.clip(0.0)))
         return factors
@@ -491,20 +497,6 @@ def expected_saving(gain: float, error: float) -> float:
     return error**2 * alternative.pdf(0.0) - distance * (1.0 - alternative.cdf(0.0))
 
 
-@dataclass(frozen=True)
-class RowBudgets:
-    """Numbers of rows to which the target's forward over a batch's chains may be cut. The rows are those of
-    the likeliest drafts of the batch.
-
-    Attributes:
-        rows: ``(batch size, chain)`` -> numbers of rows, roots included, fewer than whole windows have.
-        share: ``(batch size, chain, context, rows)`` -> time of such a cycle over that with whole windows.
-    """
-
-    rows: Callable[[int, SpecShape], Sequence[int]]
-    share: Callable[[int, SpecShape, int, int], float]
-
-
 class CycleGain:
     """Average speed of cycles whose candidates are chosen one by one, over the forecast for the candidate in
     use."""
@@ -529,7 +521,13 @@ class CycleGain:
 
 
 class Candidate(NamedTuple):
-    """A shape, and the number of rows of the target's forward over the batch."""
+    """What a cycle of a batch may do.
+
+    Attributes:
+        shape_index: index of its shape.
+        num_rows: rows of the target's forward over the batch. They are those of whole windows, unless row
+            budgets cut them, which no engine does yet (``row_budgets.py``).
+    """
 
     shape_index: int
     num_rows: int
@@ -551,9 +549,9 @@ class Forecast(NamedTuple):
     least_seconds: np.ndarray
 
     @property
-    def plain(self) -> float:
+    def plain_seconds(self) -> float:
         """Seconds of a plain cycle."""
-        return float(self.seconds[0])
+        return float(self.seconds[PLAIN])
 
 
 class ShapeChooser(ShapePolicy):
@@ -569,11 +567,12 @@ class ShapeChooser(ShapePolicy):
             one.
         origin: source of the numbers, for users.
         backfill: time of a draft backfill: ``(batch size, tokens per request, context)`` -> seconds.
-        budgets: of rows; None verifies whole windows.
-        is_average: the acceptance is another draft's.
+        budgets: cuts of windows to fewer rows; None verifies whole windows, as all engines do so far.
+        is_average_head: the acceptance is another draft's.
 
     Attributes:
-        num_rows: rows of the target's forward in the cycle that was chosen last.
+        num_rows: rows of the target's forward in the cycle that was chosen last, which only an engine with
+            ``budgets`` needs.
     """
 
     def __init__(
@@ -585,12 +584,12 @@ class ShapeChooser(ShapePolicy):
         backfill: Callable[[int, int, int], float] = lambda batch_size, num_tokens, context: 0.0,
         budgets: RowBudgets | None = None,
         *,
-        is_average: bool = False,
+        is_average_head: bool = False,
     ) -> None:
         super().__init__(shapes_by_size)
         self.origin = origin
         self.num_rows = 0
-        self.acceptance = AcceptanceModel(acceptance, self.shapes, is_average=is_average)
+        self.acceptance = AcceptanceModel(acceptance, self.shapes, is_average_head=is_average_head)
         self._index_of = {shape: shape_index for shape_index, shape in enumerate(self.shapes)}
 
         # Costs.
@@ -604,8 +603,8 @@ class ShapeChooser(ShapePolicy):
 
         # The decision that is held.
         self._forecast: Forecast | None = None
-        self._used = 0  # index of the candidate in use; 0 is plain decoding
-        self._prices: Sequence[float] = ()  # tokens that the time of each candidate is worth
+        self._current = PLAIN  # index of the candidate in use
+        self._break_even_tokens: Sequence[float] = ()  # of each candidate: rate x seconds
         self._batch_size = 0
         self._held = 0  # cycles until the next decision
         self._next_hold = FIRST_HOLD
@@ -616,6 +615,7 @@ class ShapeChooser(ShapePolicy):
         # Exploration.
         self._budget = ExplorationBudget()
         self._is_exploring = False
+        self._is_confirming = False  # the exploration repeats what was in use before the last one
         self._switched = 0  # cycle of the last change between plain decoding and drafting
         self._num_timed = 0  # times since then
         self._num_comparisons: defaultdict[int, int] = defaultdict(int)  # by bits of the batch size
@@ -638,12 +638,12 @@ class ShapeChooser(ShapePolicy):
         if self._held <= 0 or len(requests) != self._batch_size or self._forecast is None:
             self._forecast = self._decide(requests, context)
         self._num_cycles += 1
-        chosen = self._used
-        if chosen:
-            chosen = self._choose_cycle(self._forecast, requests)
-            self._seconds_each = float(self._forecast.seconds[chosen]) / len(requests)
-            self._plain_each = self._forecast.plain / len(requests)
-        shape_index, self.num_rows = self._forecast.candidates[chosen]
+        candidate_index = self._current
+        if self._is_drafting:
+            candidate_index = self._choose_cycle(self._forecast, requests)
+            self._seconds_each = float(self._forecast.seconds[candidate_index]) / len(requests)
+            self._plain_each = self._forecast.plain_seconds / len(requests)
+        shape_index, self.num_rows = self._forecast.candidates[candidate_index]
         return self.shapes[shape_index]
 
     def observe_confidence(
@@ -653,12 +653,12 @@ class ShapeChooser(ShapePolicy):
         self.acceptance.observe_confidence(request, confidence)
 
     def observe(
-        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_drafts: int | None = None
+        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_depths: int | None = None
     ) -> None:
         """See :meth:`ShapePolicy.observe`."""
         if shape.steps:
             self._drafting_loss += self._seconds_each - (1 + num_accepted) * self._plain_each
-            self.acceptance.observe(request, self._index_of[shape], num_accepted, num_drafts)
+            self.acceptance.observe(request, self._index_of[shape], num_accepted, num_depths)
 
     def observe_time(
         self, batch_size: int, shape: SpecShape, context: int, seconds: float, num_rows: int | None = None
@@ -679,18 +679,18 @@ class ShapeChooser(ShapePolicy):
         self._times.clear()
         self.acceptance.learn()
 
-    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
+    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[ShapeChoice]:
         """Return the choice for batches of average text."""
         choices = []
         for size in batch_sizes:
-            forecast = self._forecast_of([self.acceptance.average_request()] * size, context)
+            forecast = self._forecast_of([self.acceptance.typical_request()] * size, context)
             speeds = forecast.tokens / forecast.seconds
-            best = int(speeds.argmax())
-            length = float(forecast.tokens[best]) / size
-            milliseconds = 1e3 * float(forecast.seconds[best])
-            gain = float(speeds[best] / speeds[0])
-            shape = self.shapes[forecast.candidates[best].shape_index]
-            choices.append(Choice(size, shape, length, milliseconds, gain))
+            best_index = int(speeds.argmax())
+            length = float(forecast.tokens[best_index]) / size
+            milliseconds = 1e3 * float(forecast.seconds[best_index])
+            gain = float(speeds[best_index] / speeds[PLAIN])
+            shape = self.shapes[forecast.candidates[best_index].shape_index]
+            choices.append(ShapeChoice(size, shape, length, milliseconds, gain))
         return choices
 
     # Forecasts
@@ -735,17 +735,19 @@ class ShapeChooser(ShapePolicy):
         tokens = self.acceptance.mean_tokens(requests).sum(0)[shape_indices]
         for i, candidate in enumerate(candidates):
             if not self._is_whole(candidate, size):
-                drafts = candidate.num_rows - size
-                tokens[i] = size + self.acceptance.likeliest(requests, candidate.shape_index, drafts)
+                num_drafts = candidate.num_rows - size
+                tokens[i] = size + self.acceptance.accepted_in_rows(
+                    requests, candidate.shape_index, num_drafts
+                )
 
         # Seconds: the table's, corrected by the times of this batch size.
-        used = self._index_of[self.shape]
+        current_shape = self._index_of[self.shape]
         seconds = self._table(size, context)
         least = seconds
         correction = self._corrections.get(size)
         if correction is not None:
             seconds = seconds * correction.factors()[shape_indices]
-            least = seconds * correction.best_factors(used)[shape_indices]
+            least = seconds * correction.best_factors(current_shape)[shape_indices]
         return Forecast(candidates, tokens, seconds, least)
 
     # Decisions
@@ -758,63 +760,83 @@ class ShapeChooser(ShapePolicy):
         elapsed = self._num_cycles - self._last_decision
         self._last_decision = self._num_cycles
         if self._forecast is not None:
-            self._budget.earn(elapsed * float(self._forecast.seconds[self._used]))
-        if not self._used:
+            self._budget.earn(elapsed * float(self._forecast.seconds[self._current]))
+        if not self._is_drafting:
             for request in requests:
                 age(request, elapsed)
         self.learn()
 
-        # Forecast all candidates and find the best that drafts.
+        # Forecast all candidates and find the best that drafts, by tokens per second.
         forecast = self._forecast_of(requests, context)
-        plain = float(forecast.tokens[0]) / forecast.plain
-        best = 0
-        drafting = 0.0
+        plain_speed = float(forecast.tokens[PLAIN]) / forecast.plain_seconds
+        drafting_speed = 0.0
+        best_index = PLAIN
         if len(forecast.candidates) > 1:
-            best = 1 + int((forecast.tokens / forecast.least_seconds)[1:].argmax())
-            drafting = float(forecast.tokens[best] / forecast.seconds[best])
-            drafting *= self._cycle_gains[size].value
+            best_index = 1 + int((forecast.tokens / forecast.least_seconds)[1:].argmax())
+            drafting_speed = float(forecast.tokens[best_index] / forecast.seconds[best_index])
+            drafting_speed *= self._cycle_gains[size].value
 
         # Decide, unless an exploration goes on.
         self._batch_size = size
-        if not best:
-            self._use(0)
+        if best_index == PLAIN:
+            self._switch_to(PLAIN)
             self._is_exploring = False
+            self._is_confirming = False
         elif self._has_to_explore(size):
-            self._used = best if self._used else 0
+            self._current = best_index if self._is_drafting else PLAIN
         else:
-            self._decide_mode(requests, context, forecast, best, drafting / plain)
+            self._decide_mode(requests, context, forecast, best_index, drafting_speed / plain_speed)
+
+        # Single cycles are chosen by tokens - rate x seconds.
+        rate = max(drafting_speed, plain_speed)
+        self._break_even_tokens = (rate * forecast.least_seconds).tolist()
 
         # Hold the decision.
-        self._prices = (max(drafting, plain) * forecast.least_seconds).tolist()
         self._held = HOLD
         if self._is_exploring:
-            self._held = max(self._least_explored(size) - (self._num_cycles - self._switched), 1)
-        elif self._used:
+            num_explored = self._num_cycles - self._switched
+            self._held = max(self._exploration_cycles(size, self._is_drafting) - num_explored, 1)
+        elif self._is_drafting:
             self._held = self._next_hold
             self._next_hold = min(2 * self._next_hold, HOLD)
-        self.shape = self.shapes[forecast.candidates[self._used].shape_index]
+        self.shape = self.shapes[forecast.candidates[self._current].shape_index]
         return forecast
 
     def _decide_mode(
-        self, requests: Sequence[RequestAcceptance], context: int, forecast: Forecast, best: int, gain: float
+        self,
+        requests: Sequence[RequestAcceptance],
+        context: int,
+        forecast: Forecast,
+        best_index: int,
+        gain: float,
     ) -> None:
         """Decide between plain decoding and drafting; the one that is not in use may be explored.
 
         Args:
-            best: the best candidate that drafts.
+            best_index: the best candidate that drafts.
             gain: its estimated speed over plain decoding.
         """
         size = len(requests)
         has_explored = self._is_exploring
+        needs_confirmation = has_explored and not self._is_confirming
         self._is_exploring = False
+        self._is_confirming = False
+        loss_of_plain = EXPLORED_CYCLES * forecast.plain_seconds * (1.0 - 1.0 / max(gain, 1.0))
 
-        # Drafting is in use: it goes on as long as it is not slower.
-        if self._used:
-            self._use(best if gain >= 1.0 else 0)
-            loss = EXPLORED_CYCLES * forecast.plain * (1.0 - 1.0 / max(gain, 1.0))
-            loss += self._backfill(size, EXPLORED_CYCLES, context)
-            if self._used and self._is_worth_exploring(requests, forecast, best, gain, loss):
-                self._use(0)
+        # Drafting is in use: it goes on as long as it is not slower. An exploration that finds it faster is
+        # confirmed by plain cycles, because the machine may have been slower in the plain cycles before.
+        # Exploring plain decoding loses what drafting would have gained, and the draft backfill after it.
+        if self._is_drafting:
+            if needs_confirmation and gain >= 1.0:
+                self._switch_to(PLAIN)
+                self._budget.spend(loss_of_plain)
+                self._is_exploring = True
+                self._is_confirming = True
+                return
+            self._switch_to(best_index if gain >= 1.0 else PLAIN)
+            loss = loss_of_plain + self._backfill(size, EXPLORED_CYCLES, context)
+            if self._is_drafting and self._is_worth_exploring(requests, forecast, best_index, gain, loss):
+                self._switch_to(PLAIN)
                 self._budget.spend(loss)
                 self._is_exploring = True
             return
@@ -822,24 +844,29 @@ class ShapeChooser(ShapePolicy):
         # Plain decoding is in use: drafting must be faster by a margin, the draft backfill included.
         num_pending = max(request.num_pending for request in requests)
         backfill = self._backfill(size, num_pending, context) if num_pending else 0.0
-        drafting = float(forecast.seconds[best])
-        least = MIN_GAIN * (1.0 + backfill / (BACKFILL_CYCLES * drafting))
+        drafting_seconds = float(forecast.seconds[best_index])
+        least_gain = MIN_GAIN * (1.0 + backfill / (BACKFILL_CYCLES * drafting_seconds))
         if has_explored:
-            least = 1.0
-        if gain > least:
-            self._use(best)
+            least_gain = 1.0
+        if gain > least_gain:
+            self._switch_to(best_index)
             return
-        loss = self._least_explored(size, best) * drafting * (1.0 - min(gain, 1.0 / gain)) + backfill
-        if self._is_worth_exploring(requests, forecast, best, gain, loss):
-            self._use(best)
+
+        # Exploring drafting loses the part of its cycles by which it may be slower, and the draft backfill.
+        num_cycles = self._exploration_cycles(size, is_drafting=True)
+        loss = num_cycles * drafting_seconds * (1.0 - min(gain, 1.0 / gain)) + backfill
+        # An exploration of plain decoding that finds drafting slower is confirmed by drafting.
+        if needs_confirmation or self._is_worth_exploring(requests, forecast, best_index, gain, loss):
+            self._switch_to(best_index)
             self._drafting_loss += backfill
             self._is_exploring = True
+            self._is_confirming = needs_confirmation
 
     def _is_worth_exploring(
         self,
         requests: Sequence[RequestAcceptance],
         forecast: Forecast,
-        best: int,
+        best_index: int,
         gain: float,
         loss: float,
     ) -> bool:
@@ -849,30 +876,35 @@ class ShapeChooser(ShapePolicy):
         num_cycles = self._num_cycles - self._switched
 
         # The last change was long ago.
-        waited = num_cycles * float(forecast.seconds[self._used])
-        if EXPLORATION_SHARE * waited >= max(MAX_SAVED * forecast.plain, loss):
+        waited = num_cycles * float(forecast.seconds[self._current])
+        if EXPLORATION_SHARE * waited >= max(MAX_SAVED * forecast.plain_seconds, loss):
             return True
 
         # The exploration is expected to save more than it loses, and the budget covers the loss.
-        if self._budget.affords(loss, forecast.plain):
-            shape_index = forecast.candidates[best].shape_index
+        if self._budget.affords(loss, forecast.plain_seconds):
+            shape_index = forecast.candidates[best_index].shape_index
             variance = self.acceptance.relative_variance(requests, shape_index)
             if correction is not None:
                 variance += correction.variance(shape_index, self._num_cycles)
             saving = expected_saving(gain, math.sqrt(variance) + 1e-6)
-            if EXPLOITED_CYCLES * forecast.plain * saving >= loss:
+            if EXPLOITED_CYCLES * forecast.plain_seconds * saving >= loss:
                 return True
 
         # The table may be far off: drafting is compared with plain decoding soon after it has begun.
-        is_due = self._used and num_cycles >= COMPARED_CYCLES
+        is_due = self._is_drafting and num_cycles >= COMPARED_CYCLES
         if not is_due or correction is None or correction.has_compared:
             return False
         self._num_comparisons[size.bit_length()] += 1
         return self._num_comparisons[size.bit_length()] <= MAX_COMPARISONS
 
-    def _least_explored(self, batch_size: int, candidate: int | None = None) -> int:
-        """Cycles of an exploration of the candidate in use, or of another one."""
-        is_drafting = self._used if candidate is None else candidate
+    @property
+    def _is_drafting(self) -> bool:
+        """True if the candidate in use drafts."""
+        return self._current != PLAIN
+
+    @staticmethod
+    def _exploration_cycles(batch_size: int, is_drafting: bool) -> int:
+        """Cycles of an exploration of drafting, or of plain decoding."""
         if not is_drafting:
             return EXPLORED_CYCLES
         return min(max(EXPLORED_DRAFTS // batch_size, 2), EXPLORED_CYCLES)
@@ -882,27 +914,27 @@ class ShapeChooser(ShapePolicy):
         if not self._is_exploring:
             return False
         num_cycles = self._num_cycles - self._switched
-        if num_cycles < self._least_explored(batch_size):
+        if num_cycles < self._exploration_cycles(batch_size, self._is_drafting):
             return True
-        most = EXPLORED_CYCLES if self._used else MAX_EXPLORED_CYCLES
+        most = EXPLORED_CYCLES if self._is_drafting else MAX_EXPLORED_CYCLES
         return num_cycles < most and self._num_timed < LEAST_TIMED
 
-    def _use(self, candidate: int) -> None:
+    def _switch_to(self, candidate_index: int) -> None:
         """Use a candidate. When drafting ends, the time that it has lost over plain decoding is spent."""
-        if bool(candidate) != bool(self._used):
-            if self._used:
+        if (candidate_index != PLAIN) != self._is_drafting:
+            if self._is_drafting:
                 self._budget.spend(max(self._drafting_loss, 0.0))
             self._drafting_loss = 0.0
             self._switched = self._num_cycles
             self._num_timed = 0
             self._next_hold = FIRST_HOLD
-        self._used = candidate
+        self._current = candidate_index
 
     def _choose_cycle(self, forecast: Forecast, requests: Sequence[RequestAcceptance]) -> int:
         """Index of the candidate for one cycle of drafting, given the draft's confidence. It is another than
-        the one in use if its expected tokens, less the price of its time, are higher by a margin."""
+        the one in use if its surplus, expected tokens - rate x seconds, is higher by a margin."""
         if all([request.confidence_class is None for request in requests]):
-            return self._used
+            return self._current
 
         # Expected tokens with each candidate.
         size = len(requests)
@@ -912,15 +944,16 @@ class ShapeChooser(ShapePolicy):
         if self._budgets is not None:
             self._cut_to_rows(tokens, forecast, requests)
 
-        # The best of them, after the price of its time.
-        worth = [each - price for each, price in zip(tokens, self._prices, strict=True)]
-        best = max(range(1, len(worth)), key=worth.__getitem__)
-        if worth[best] < worth[self._used] + MIN_CYCLE_GAIN * tokens[self._used]:
-            best = self._used
-        gained_tokens = tokens[best] / float(forecast.tokens[self._used])
-        gained_seconds = float(forecast.seconds[best] / forecast.seconds[self._used])
+        # The one with the largest surplus, unless the one in use is nearly as good.
+        pairs = zip(tokens, self._break_even_tokens, strict=True)
+        surplus = [expected - break_even for expected, break_even in pairs]
+        best_index = max(range(1, len(surplus)), key=surplus.__getitem__)
+        if surplus[best_index] < surplus[self._current] + MIN_CYCLE_GAIN * tokens[self._current]:
+            best_index = self._current
+        gained_tokens = tokens[best_index] / float(forecast.tokens[self._current])
+        gained_seconds = float(forecast.seconds[best_index] / forecast.seconds[self._current])
         self._cycle_gains[size].observe(size, gained_tokens, gained_seconds)
-        return best
+        return best_index
 
     def _cut_to_rows(
         self, tokens: list[float], forecast: Forecast, requests: Sequence[RequestAcceptance]
@@ -933,7 +966,7 @@ class ShapeChooser(ShapePolicy):
             if self._is_whole(candidate, size):
                 continue
             if shape_index not in sums:
-                survival = [self.acceptance.next_survival(request, shape_index) for request in requests]
-                ranked = sorted(itertools.chain(*survival), reverse=True)
-                sums[shape_index] = [*itertools.accumulate(ranked, initial=float(size))]
+                sums[shape_index] = tokens_by_num_drafts(
+                    self.acceptance.next_survival(request, shape_index) for request in requests
+                )
             tokens[i] = sums[shape_index][candidate.num_rows - size]

@@ -163,7 +163,7 @@ class CostTable:
 
     def row_share(self, batch_size: int, shape: SpecShape, context: int, num_rows: int) -> float:
         """Predict the time of a cycle whose target reads ``num_rows`` in place of whole windows, over the
-        time with whole windows."""
+        time with whole windows. No engine needs it yet (``row_budgets.py``)."""
         # Context is left out: attention still runs over whole windows.
         whole = self._target_features(batch_size, batch_size * shape.tokens)
         packed = self._target_features(batch_size, num_rows)

@@ -8,7 +8,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from eagle_kit.autotune.policy import Choice, RequestAcceptance, ShapePolicy
+from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolicy
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 
 GAIN = 1.03
@@ -110,7 +110,7 @@ class NgramPolicy(ShapePolicy):
         return self.length * plain / drafted
 
     def observe(
-        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_drafts: int | None = None
+        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_depths: int | None = None
     ) -> None:
         """See :meth:`ShapePolicy.observe`."""
         if shape != self._ngram_shape:
@@ -126,7 +126,7 @@ class NgramPolicy(ShapePolicy):
         """See :meth:`ShapePolicy.observe_time`."""
         self._seconds_of[batch_size, shape].append(seconds)
 
-    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
+    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[ShapeChoice]:
         """Return the choices for the batch sizes that have been timed."""
         choices = []
         for size in batch_sizes:
@@ -137,8 +137,8 @@ class NgramPolicy(ShapePolicy):
             gain = self.gain(size)
             if gain > GAIN:
                 milliseconds = 1e3 * statistics.median(drafted)
-                choices.append(Choice(size, self._ngram_shape, self.length, milliseconds, gain))
+                choices.append(ShapeChoice(size, self._ngram_shape, self.length, milliseconds, gain))
             else:
                 milliseconds = 1e3 * statistics.median(plain)
-                choices.append(Choice(size, NO_SPECULATION, 1.0, milliseconds, 1.0))
+                choices.append(ShapeChoice(size, NO_SPECULATION, 1.0, milliseconds, 1.0))
         return choices

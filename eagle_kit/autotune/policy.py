@@ -8,7 +8,7 @@ from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 
 
 @dataclass(frozen=True)
-class Choice:
+class ShapeChoice:
     """Shape that a policy chooses for a batch size.
 
     Attributes:
@@ -43,8 +43,8 @@ class RequestAcceptance:
         offset: added to the table's log-odds that a draft of this request is accepted.
         variance: of the offset.
         histogram: share of its cycles in each confidence class, ``[C]``.
-        newness: covariance of the errors of its offset and the shared one, over the variance of the shared
-            one; 1 at first.
+        shared_weight: weight of the error of the shared offset in that of its own (their covariance over the
+            variance of the shared one), 1 at first.
         confidence_class: class of the draft's confidence in its next token; None if it is unknown.
         depth_log_odds: log-odds of each depth by the draft's confidence head; empty without one.
         num_pending: pending draft tokens; set by the engine.
@@ -54,7 +54,7 @@ class RequestAcceptance:
     offset: float = 0.0
     variance: float = 0.0
     histogram: Sequence[float] = ()
-    newness: float = 1.0
+    shared_weight: float = 1.0
     confidence_class: int | None = None
     depth_log_odds: Sequence[float] = ()
     num_pending: int = 0
@@ -119,13 +119,14 @@ class ShapePolicy:
         """
 
     def observe(
-        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_drafts: int | None = None
+        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_depths: int | None = None
     ) -> None:
         """Record the outcome of a cycle of one request.
 
         Args:
             num_accepted: accepted drafts.
-            num_drafts: depths that were verified; None for all.
+            num_depths: how many of the first depths were verified; None for all. Only cuts to fewer rows
+                (``row_budgets.py``) leave depths out, and no engine makes them yet.
         """
 
     def observe_time(
@@ -138,6 +139,6 @@ class ShapePolicy:
             num_rows: rows of the target's forward; None for whole windows.
         """
 
-    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
+    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[ShapeChoice]:
         """Return the choices for batches of average text; empty if the policy predicts none."""
         return []

@@ -63,8 +63,14 @@ def _run(words: list[str]) -> int | None:
 
 
 def report_errors(run: Callable[[], int | None]) -> int:
-    """Run a command and print a mistake of the user on two lines; returns the exit code: that of ``run``, 0
-    for None, 2 a mistake of the user, 130 interrupted. Where another rank is lost the process ends with 1."""
+    """Run a command, and print a mistake of the user on two lines.
+
+    Where another rank is lost the process ends with 1.
+
+    Returns:
+        The exit code: that of ``run`` or 0 for None; 2 for a mistake of the user; 130 where it was
+        interrupted.
+    """
     try:
         return run() or 0
     except UserError as error:
@@ -76,10 +82,12 @@ def report_errors(run: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `| head` has read enough; Python must not try to flush the rest
+    except BrokenPipeError:
+        # `| head` has read enough. Python must not try to flush the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # of the system, such as a name that is too long
+    except OSError as error:
+        # An error of the system, such as a name that is too long.
         where = "" if error.filename is None else f" {shown(str(error.filename))}"
         cause = f"The system refuses{where}: {error.strerror or error}."
         print_error(UserError(cause, _remedy(error)))
@@ -87,14 +95,14 @@ def report_errors(run: Callable[[], int | None]) -> int:
 
 
 def _remedy(error: OSError) -> str:
-    """What to do about what the system refuses; no rights to a file may be those to read it."""
+    """What to do about an error of the system."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         return writing_remedy(error, CHOOSE_ANOTHER)
     return "Check names, rights and space."
 
 
 def _show_notices() -> None:
-    """Print what the library says about work of seconds to standard error."""
+    """Print notices of the library about work that takes seconds to standard error."""
     logger = logging.getLogger("eagle_kit.engine.calibrate.policies")
     handler = logging.StreamHandler()
     if not logger.handlers:
@@ -111,11 +119,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def parse_with_overrides(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; ``key=value`` overrides, where a command takes them, may also follow options."""
     args, rest = parser.parse_known_args(argv)
-    stray = [
-        word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")
-    ]
-    if stray:
-        getattr(args, "parser", parser).error(f"{UNRECOGNIZED}{' '.join(stray)}")
+    takes_overrides = hasattr(args, "overrides")
+    unknown = []
+    for word in rest:
+        is_override = "=" in word and not word.startswith("-")
+        if not (takes_overrides and is_override):
+            unknown.append(word)
+    if unknown:
+        command_parser = getattr(args, "parser", parser)
+        command_parser.error(f"{UNRECOGNIZED}{' '.join(unknown)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args

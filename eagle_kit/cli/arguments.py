@@ -77,7 +77,7 @@ class SamplingFlags(Options):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Parameters of a reply. Raise UserError for one that is out of range."""
+        """Parameters of a reply. Raises UserError for one that is out of range."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -99,7 +99,7 @@ class TrackingFlag(Options):
 
 
 def _shard(text: object) -> object:
-    """``"0/2"`` as numbers."""
+    """Parse ``"0/2"`` as numbers; pass over values that are no text. Raises UserError."""
     if not isinstance(text, str):
         return text
     part, _, parts = text.partition("/")
@@ -116,7 +116,8 @@ class ShardFlag(Options):
 
 
 def chosen_target(given: str | None, drafts: Sequence[str | Path]) -> "NamedTarget":
-    """The target that was given, or the one that the drafts name, which standard error then says.
+    """The target that was given, or the one that the drafts name, which is then printed to standard
+    error.
 
     Raises:
         UserError: the target is not there, or two drafts name different ones.
@@ -149,7 +150,7 @@ def say_target(target: "NamedTarget") -> None:
 
 
 def tracking_of(options: TrackingFlag) -> TrackingConfig:
-    """The section of ``--tracking``.
+    """The config that ``--tracking`` gives.
 
     Raises:
         UserError: a wrong key or value, no tracker, or a package that is missing.

@@ -82,10 +82,12 @@ def run(args: argparse.Namespace) -> int:
             )
         asked = options_of(args, BenchServeOptions)
         _check_out(asked.out)
-        command = args.driver[1:] if args.driver[:1] == ["--"] else args.driver
+        command = args.driver
+        if command[:1] == ["--"]:
+            command = command[1:]
         return count(asked.base_url, command, asked.out)
 
-    # What is wrong is refused before a model is loaded.
+    # Refuse wrong options before a model is loaded.
     options = options_of(args, BenchOptions)
     if options.draft is None:
         raise UserError("bench measures a head, and none was given.", NEEDS_DRAFT)
@@ -94,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
             SpecShape.parse(shape)
     _check_out(options.out)
 
+    # Measure.
     from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.eval.speed import SpeedOptions, measure
 

@@ -130,15 +130,16 @@ class RegenerateFlags(ShardFlag, SamplingFlags, DraftFlag, TargetFlag):
 
     @model_validator(mode="after")
     def _go_together(self) -> "RegenerateFlags":
-        if self.base_url is None and (self.model or self.api_key_env):
-            raise UserError(
-                "--model and --api-key-env are for a server.", "Give its address with --base-url."
-            )
         if self.base_url is None:
+            if self.model or self.api_key_env:
+                raise UserError(
+                    "--model and --api-key-env are for a server.", "Give its address with --base-url."
+                )
             return self
-        for flag, value in (("--draft", self.draft), ("--chat-template", self.engine.chat_template)):
-            if value is not None:
-                raise UserError(f"{flag} is for our engine.", "Leave it out, or --base-url.")
+        if self.draft is not None:
+            raise UserError("--draft is for our engine.", "Leave it out, or --base-url.")
+        if self.engine.chat_template is not None:
+            raise UserError("--chat-template is for our engine.", "Leave it out, or --base-url.")
         return self
 
 
@@ -299,7 +300,9 @@ def _preview(options: PreviewFlags) -> int:
         if options.record:
             cause += f" number {options.record}"
             remedy = "Give a smaller number, from 0."
-        raise UserError(f"{cause}{unread and f'; {unread}'}.", remedy)
+        if unread:
+            cause += f"; {unread}"
+        raise UserError(f"{cause}.", remedy)
     if unread:
         print(f"note: before it, {unread}")
 
@@ -317,9 +320,11 @@ def _preview(options: PreviewFlags) -> int:
     for remark in (*chosen.remarks, *remarks):
         print(f"note: {remark}")
     for number, chat in enumerate(chats, 1):
-        row = f", row {number} of {len(chats)}" if len(chats) > 1 else ""
-        supervised = int((chat.reply >= 0).sum())
-        print(f"{chosen.where} ({chosen.id}){row}: {len(chat.ids)} tokens, {supervised} supervised")
+        name = f"{chosen.where} ({chosen.id})"
+        if len(chats) > 1:
+            name += f", row {number} of {len(chats)}"
+        num_supervised = int((chat.reply >= 0).sum())
+        print(f"{name}: {len(chat.ids)} tokens, {num_supervised} supervised")
         print(preview(chat, tokenizer))
     return 0
 
@@ -346,11 +351,17 @@ def _prepare(options: PrepareFlags) -> int:
     config = _config(options)
     data = _data(config)
     _print_notes(data)
-    listed = f", listed in {data.skip_file}" if data.num_skipped else ""
+
+    # Conversations, rows and tokens.
+    skipped = f"{data.num_skipped} skipped"
+    if data.num_skipped:
+        skipped += f", listed in {data.skip_file}"
     share = 100 * data.num_supervised_tokens / max(data.num_tokens, 1)
-    print(f"conversations  {data.num_conversations}, {data.num_skipped} skipped{listed}")
+    print(f"conversations  {data.num_conversations}, {skipped}")
     print(f"rows           {len(data)} of at most {config.data.max_length} tokens")
     print(f"tokens         {data.num_tokens}, {data.num_supervised_tokens} supervised ({share:.0f} %)")
+
+    # Vocabulary, and prompts to evaluate with.
     covered = 100 * data.vocab_map.coverage
     if config.head.first_draft is None:
         print(
@@ -381,6 +392,7 @@ def _mix(options: MixFlags) -> int:
 
 
 def _listed(config: "TrainConfig") -> str:
+    """Names of the files of all sources."""
     return ", ".join(file for source in config.data.sources for file in source.files)
 
 
@@ -412,7 +424,7 @@ def _vocab(options: VocabFlags) -> int:
         raise UserError(f"{options.out} is a folder.", "Give a file with --out.")
     check_writable(options.out.parent, "Give another file with --out.")
 
-    # The tokens of the replies are counted, and the most frequent ones are written.
+    # Count the tokens of the replies, and write the most frequent ones.
     data = _data(config, size)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     data.vocab_map.save(options.out)
@@ -433,7 +445,8 @@ def _regenerate(options: RegenerateFlags) -> int:
     from eagle_kit.datagen.regenerate.dialogue import read_refusals
     from eagle_kit.datagen.regenerate.regenerate import RegenerateOptions, check_out, regenerate
 
-    # What is asked, which is checked before a model is loaded.
+    # Check the options before a model is loaded.
+    tasks = load_tasks(options.decontaminate) if options.decontaminate else []
     regeneration = RegenerateOptions(
         sampling=options.sampling_params,
         limit=options.limit,
@@ -447,7 +460,7 @@ def _regenerate(options: RegenerateFlags) -> int:
         refusals=read_refusals(options.refusal_patterns) if options.refusal_patterns else (),
         skip_truncated=options.skip_truncated,
         near_duplicates=options.near_duplicates,
-        test_prompts=tuple(user_messages(load_tasks(options.decontaminate) if options.decontaminate else [])),
+        test_prompts=tuple(user_messages(tasks)),
     )
     check_out(options.out)
     check_source(options.source)
@@ -471,11 +484,14 @@ def _regenerate(options: RegenerateFlags) -> int:
             f"{skipped} conversations were skipped, see {listing}: {report.skipped.reasons()}",
             file=sys.stderr,
         )
-    for kind, counts in (("left out", report.left_out), ("shortened", report.shortened)):
-        for reason, count in counts.items():
-            print(f"{count} conversations were {kind}: {reason}", file=sys.stderr)
-    accept = f", accept length {report.stats.accept_length:.2f}" if options.draft is not None else ""
-    print(f"{options.out}: {report.num_found} conversations found, {report.num_written} written{accept}.")
+    for reason, count in report.left_out.items():
+        print(f"{count} conversations were left out: {reason}", file=sys.stderr)
+    for reason, count in report.shortened.items():
+        print(f"{count} conversations were shortened: {reason}", file=sys.stderr)
+    written = f"{report.num_written} written"
+    if options.draft is not None:
+        written += f", accept length {report.stats.accept_length:.2f}"
+    print(f"{options.out}: {report.num_found} conversations found, {written}.")
     return 0
 
 
@@ -484,40 +500,49 @@ def _prompts(options: PromptsFlags) -> int:
     from eagle_kit.data.chat.records import SkipLog, read_conversations
     from eagle_kit.datagen.task_prompts import CATEGORIES, task_prompts
 
-    if unknown := sorted(set(options.categories) - set(CATEGORIES)):
+    # Check the options.
+    unknown = sorted(set(options.categories) - set(CATEGORIES))
+    if unknown:
         raise UserError(
             f"There are no prompts of {', '.join(unknown)}.", f"Name some of {', '.join(CATEGORIES)}."
         )
     if options.out.is_dir():
         raise UserError(f"{options.out} is a folder.", "Give a file with --out.")
     check_writable(options.out.parent, "Give another file with --out.")
+
+    # Make prompts out of the conversations.
     skipped = SkipLog()
     conversations = islice(read_conversations(options.source, skipped=skipped), options.skip, None)
-    made = list(islice(task_prompts(conversations, options.seed, options.categories), options.limit))
+    prompts = list(islice(task_prompts(conversations, options.seed, options.categories), options.limit))
     unread = skipped.unread()
-    if not made:
-        raise UserError(
-            f"{options.source} gives no prompts behind --skip{unread and f'; {unread}'}.",
-            "Skip fewer, or name more chats.",
-        )
+    if not prompts:
+        cause = f"{options.source} gives no prompts behind --skip"
+        if unread:
+            cause += f"; {unread}"
+        raise UserError(f"{cause}.", "Skip fewer, or name more chats.")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(options.out, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in made))
-    for note in [*skipped.notes, *([unread] if unread else [])]:
+    lines = [json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts]
+    write_text_atomically(options.out, "".join(lines))
+
+    # Print notes on the source, and how many prompts of each category were made.
+    for note in skipped.notes:
         print(note, file=sys.stderr)
-    counts = Counter(one["category"] for one in made)
-    print(
-        f"{options.out}: "
-        + ", ".join(f"{counts[name]} {name}" for name in CATEGORIES if name in counts)
-        + "."
-    )
-    if len(made) < options.limit:
-        few = f"The texts of {options.source} serve {len(made)} of {options.limit} prompts"
-        print(f"{few}; other sources, or fewer skipped, may serve more.", file=sys.stderr)
+    if unread:
+        print(unread, file=sys.stderr)
+    counts = Counter(prompt["category"] for prompt in prompts)
+    by_category = ", ".join(f"{counts[name]} {name}" for name in CATEGORIES if name in counts)
+    print(f"{options.out}: {by_category}.")
+    if len(prompts) < options.limit:
+        print(
+            f"The texts of {options.source} serve {len(prompts)} of {options.limit} prompts; other "
+            "sources, or fewer skipped, may serve more.",
+            file=sys.stderr,
+        )
     return 0
 
 
 def _template_variants(text: str | None) -> "tuple[TemplateVariant, ...]":
-    """Arguments of the chat template out of a flag."""
+    """Parse ``--chat-template-kwargs``. Raises UserError for what is no JSON of such arguments."""
     from pydantic import TypeAdapter, ValidationError
 
     from eagle_kit.config.train import ChatTemplateKwargs, template_variants
@@ -563,7 +588,7 @@ def _engine(options: RegenerateFlags) -> "tuple[Responder, str]":
 
 
 def _server(options: RegenerateFlags) -> "tuple[Responder, str]":
-    """A server, and what is known of its model: no more than its name."""
+    """A server, and its model's name in place of a fingerprint, since no more is known of it."""
     from eagle_kit.datagen.regenerate.server import ServerOptions, ServerResponder
 
     key = os.environ.get(options.api_key_env) if options.api_key_env else None
@@ -602,13 +627,18 @@ def _import_states(options: ImportStatesFlags) -> int:
     layers = tuple(_layer(each) for each in options.layers) if options.layers else None
     from eagle_kit.datagen.hidden_states.capture import CaptureOptions, OtherEngine, capture
 
-    more: tuple[str, ...] = ("--from", str(options.folder), "--convention", options.convention)
-    more += ("--layers", *options.layers) if options.layers else ()
-    more += ("--no-check",) if options.no_check else ()
-    more += ("--max-missing", str(options.max_missing)) if options.max_missing else ()
+    # Flags of the command that continues the capture.
+    words = ["--from", str(options.folder), "--convention", options.convention]
+    if options.layers:
+        words += ["--layers", *options.layers]
+    if options.no_check:
+        words.append("--no-check")
+    if options.max_missing:
+        words += ["--max-missing", str(options.max_missing)]
+
     other = OtherEngine(
         "import-states",
-        more,
+        tuple(words),
         options.folder,
         layers=layers,
         convention=options.convention,
@@ -622,8 +652,11 @@ def _import_states(options: ImportStatesFlags) -> int:
 
 
 def _layer(name: str) -> int | str:
-    if name == "final" or name.isdigit():
-        return name if name == "final" else int(name)
+    """A layer's number, or ``final``. Raises UserError for anything else."""
+    if name == "final":
+        return name
+    if name.isdigit():
+        return int(name)
     raise UserError(f"--layers has {name!r}.", "Give numbers of layers, or final.")
 
 
@@ -636,12 +669,20 @@ def _capture(options: CaptureFlags) -> int:
 
     other = None
     if options.engine == "vllm":
+        # Flags of the command that continues the capture.
         python = options.engine_python or sys.executable
-        more: tuple[str, ...] = ("--engine", "vllm", "--engine-python", python)
-        more += ("--engine-args", json.dumps(options.engine_args)) if options.engine_args else ()
-        more += ("--no-check",) if options.no_check else ()
-        checks = not options.no_check
-        other = OtherEngine("capture", more, python=python, engine_args=options.engine_args, checks=checks)
+        words = ["--engine", "vllm", "--engine-python", python]
+        if options.engine_args:
+            words += ["--engine-args", json.dumps(options.engine_args)]
+        if options.no_check:
+            words.append("--no-check")
+        other = OtherEngine(
+            "capture",
+            tuple(words),
+            python=python,
+            engine_args=options.engine_args,
+            checks=not options.no_check,
+        )
     capture_options = CaptureOptions(
         out=options.out,
         shard=options.shard,

@@ -14,15 +14,24 @@ CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
 SHIPPED = Path("checkpoints/smollm2-135m-eagle3")
 TASKS = ("human_eval", "ours")
 SHAPES = ("4,1,5", "5,4,16", AUTO)
-CONVERSATIONS, PROMPTS, MAX_TOKENS = 1200, 6, 64
-"""Conversations to learn from; prompts per task, and tokens per reply, to measure on."""
+CONVERSATIONS = 1200
+"""Conversations to learn from."""
+PROMPTS = 6
+"""Prompts of each task to measure on."""
+MAX_TOKENS = 64
+"""Most tokens of a reply to measure on."""
 MARKER = ".demo"
-"""File that tells a demo's folder, which the next demo replaces, from any other run's."""
+"""File in a demo's folder, which the next demo replaces; any other run's folder is refused."""
 ROW_TOKENS = 512
-FLOPS_PER_STEP, EFFICIENCY, MOST_STEPS_PER_MINUTE = 2.8e11, 0.5, 300
-"""Arithmetic of a step on one such row, and the share of the matmul rate it reaches: with the machine's rate
-they give the length of the learning-rate schedule, so that it ends when the minutes do."""
+"""Tokens of a packed row."""
+FLOPS_PER_STEP = 2.8e11
+"""Arithmetic of a training step on one row."""
+EFFICIENCY = 0.5
+"""Share of the machine's matmul rate that a step reaches. It gives the length of the learning-rate
+schedule, which is to end when the minutes do."""
+MOST_STEPS_PER_MINUTE = 300
 DAY = 24 * 60
+"""Minutes of a day, the longest training."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,17 +52,22 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.eval.runner import run_eval
     from eagle_kit.models.loading.source import resolve_target
 
+    # Fetch.
     if not 0 < args.minutes <= DAY:
         raise UserError(f"--minutes is {args.minutes:g}.", f"Train for more than zero and at most {DAY}.")
     started = time.monotonic()
     config = load_config(TrainConfig, CONFIG)
     _say(started, f"target {config.target}")
     target = resolve_target(config.target)
+
+    # Train and export.
     _say(started, f"training for {args.minutes:g} minutes into {args.out}")
     _train(args)
     head = args.out / "draft"
     _say(started, f"exporting to {head}")
     export_draft(args.out, head, target=str(target))
+
+    # Measure, beside the shipped head where there is one.
     drafts = {"demo": head}
     if SHIPPED.is_dir():
         drafts["shipped"] = SHIPPED
@@ -72,6 +86,7 @@ def _train(args: argparse.Namespace) -> None:
     from eagle_kit.config.train import TrainConfig
     from eagle_kit.train.run.loop import Ending, RunOptions, train
 
+    # The config.
     if (args.out / MARKER).is_file():
         shutil.rmtree(args.out)
     steps = num_steps(args.minutes)
@@ -90,6 +105,8 @@ def _train(args: argparse.Namespace) -> None:
     }
     words = [f"{key}={value}" for key, value in overrides.items()]
     config = load_config(TrainConfig, CONFIG, words)
+
+    # Train. The marker is written for a training that failed too.
     seconds = 60 * args.minutes
     try:
         ending = train(config, RunOptions(stop_after_s=seconds, arguments=(str(CONFIG), *words)))
@@ -106,7 +123,8 @@ def num_steps(minutes: float) -> int:
 
     from eagle_kit.train.plan.estimate import measure_matmul_rate
 
-    rate = measure_matmul_rate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rate = measure_matmul_rate(device)
     per_minute = min(60 * EFFICIENCY * rate / FLOPS_PER_STEP, MOST_STEPS_PER_MINUTE)
     return max(int(minutes * per_minute), 4)
 
@@ -118,9 +136,11 @@ def last_line(summary: dict[str, Any], draft: str) -> str:
 
     row = find_row(summary, draft, AUTO, TASKS[0])
     paths = summary["paths"]
+    is_identical = "yes" if summary["greedy_identical"] else "no"
+    accept_length = row["accept_length"] or 0
+    speedup = row["speedup"] or 0
     return (
-        f"demo: greedy_identical={'yes' if summary['greedy_identical'] else 'no'} "
-        f"accept_length={row['accept_length'] or 0:.2f} speedup={row['speedup'] or 0:.2f} "
+        f"demo: greedy_identical={is_identical} accept_length={accept_length:.2f} speedup={speedup:.2f} "
         f"plot={paths['plot']} summary={paths['summary']}"
     )
 

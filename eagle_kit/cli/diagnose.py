@@ -66,10 +66,12 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.eval.diagnose.report import as_record, as_text
     from eagle_kit.eval.diagnose.run import diagnose
-    from eagle_kit.eval.diagnose.server import Server
+    from eagle_kit.eval.diagnose.server import ServerClient
 
-    key = next((value for name in KEY_VARIABLES if (value := os.environ.get(name))), "")
-    server = None if options.base_url is None else Server(options.base_url, key)
+    # The server, the draft and its target.
+    server = None
+    if options.base_url is not None:
+        server = ServerClient(options.base_url, _server_key())
     model = chosen_model(options.draft, options.target)
     draft = model.to_serve
     if draft is None:
@@ -77,9 +79,22 @@ def run(args: argparse.Namespace) -> int:
             f"{options.draft} is a whole model, not a draft head.",
             "Give the draft, and the model as --target.",
         )
+
+    # Diagnose, and print what was found even if the server failed.
     with naming(model.named):
         found = diagnose(draft, model.target, config, server=server, is_quiet=not sys.stderr.isatty())
-    print(json.dumps(as_record(found)) if options.json_object else as_text(found, options.draft))
+    if options.json_object:
+        print(json.dumps(as_record(found)))
+    else:
+        print(as_text(found, options.draft))
     if found.failure is not None:
         raise found.failure
     return 0 if found.is_healthy else 1
+
+
+def _server_key() -> str:
+    """Key of the server from the environment; empty where there is none."""
+    for name in KEY_VARIABLES:
+        if os.environ.get(name):
+            return os.environ[name]
+    return ""

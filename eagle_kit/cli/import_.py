@@ -37,8 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def fitting_format(draft: "DraftFolder", target: str) -> "Literal['sglang', 'vllm'] | None":
-    """The format by which a draft's layer ids fit its target, where its files do not say how they are meant;
-    None where they say it, or where the fit does not decide it.
+    """The format whose numbering of layer ids fits a draft and its target; None where the draft's
+    files state the numbering, or where the fit does not decide it.
 
     Raises:
         UserError: a draft of speculators whose ids, which are inputs by its format, fit as outputs.
@@ -49,14 +49,15 @@ def fitting_format(draft: "DraftFolder", target: str) -> "Literal['sglang', 'vll
     if found is None:
         return None
     print(f"layer ids: {found.words}")
+    if found.best is None:
+        return None
     if "speculators_model_type" not in draft.files.config:
-        if found.best is None:
-            return None
         return "vllm" if found.best == "input" else "sglang"
     if found.best == "output":
+        ids = list(found.layers["output"])
         raise UserError(
             f"The layer ids of {draft} are inputs of layers by its format, and they fit as outputs.",
-            f"Write {list(found.layers['output'])} as eagle_aux_hidden_state_layer_ids into its config.json.",
+            f"Write {ids} as eagle_aux_hidden_state_layer_ids into its config.json.",
         )
     return None
 
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         draft = DraftFolder.as_published(draft)
         format = fitting_format(draft, options.target)
     facts = Facts(licence=options.license)
-    seen = import_draft(draft, options.out, format=format, target=options.target, facts=facts)
-    print(f"{options.source}: {seen.kind.name} head, {seen.maker}")
+    imported = import_draft(draft, options.out, format=format, target=options.target, facts=facts)
+    print(f"{options.source}: {imported.kind.name} head, {imported.maker}")
     print(f"{options.out}: check it with eagle-kit validate {options.out} --target TARGET")
     return 0

@@ -25,7 +25,7 @@ from eagle_kit.train.plan.budget import (
     TASK_SHARE,
     BudgetPlan,
     Pilot,
-    Rates,
+    TokenRates,
     expected_accept_lengths,
     plan_budget,
     plan_training,
@@ -42,16 +42,21 @@ STATE = "make.json"
 REPORT = "report.md"
 NUM_STAGES = 10
 RECIPE = 3
-"""Number of this plan of stages; a folder that another one has begun is not gone on with."""
-MAX_PROMPT_TOKENS, MAX_TASK_TOKENS, MAX_REPLY_TOKENS = 192, 768, 256
-"""Most tokens of a prompt of a chat, of a prompt of a task, and of a reply to learn from."""
+"""Number of this plan of stages. A folder that was begun with another number is refused."""
+MAX_PROMPT_TOKENS = 192
+"""Most tokens of a chat's prompt to learn from."""
+MAX_TASK_TOKENS = 768
+"""Most tokens of a task's prompt to learn from."""
+MAX_REPLY_TOKENS = 256
+"""Most tokens of a reply to learn from."""
 NAME = "draft"
 """Name of the draft in its evaluation."""
 SHAPES = ("4,1,5", "5,4,16", "auto")
 MAX_MEASURED_TOKENS = 64
 """Most tokens of a reply by which the draft is measured."""
 LONG_BUDGET_S = 7200.0
-"""Budget from which costs are timed in as many passes as ``tune`` makes by itself, below it in one."""
+"""Least budget with which costs are timed in as many passes as ``tune`` makes by default; in one
+pass with less."""
 
 
 class MakeDraftOptions(TrackingFlag):
@@ -87,11 +92,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check what was asked for, then make the draft; exit code 130 when interrupted."""
+    """Check the options, then make the draft; exit code 130 when interrupted."""
     from eagle_kit.data.chat.template import read_chat_template
     from eagle_kit.train.__main__ import parse_duration
 
-    # Mistakes are refused before the hours of work.
+    # Refuse mistakes before hours of work.
     options = options_of(args, MakeDraftOptions)
     tracking_of(options)
     template = options.engine.chat_template
@@ -120,7 +125,7 @@ def make_draft(job: DraftJob, tracking: Sequence[str], dry_run: bool) -> int:
 
     Args:
         tracking: settings of the runs of wandb.
-        dry_run: stop behind the plan.
+        dry_run: stop after printing the plan.
     """
     log = StageLog(job.out / STATE, _asked(job))
 
@@ -161,8 +166,8 @@ def pilot_stages(job: DraftJob, pilot: Pilot) -> Iterator[Stage]:
 def draft_stages(
     job: DraftJob, pilot: Pilot, plan: BudgetPlan, log: StageLog, tracking: Sequence[str]
 ) -> Iterator[Stage]:
-    """The commands that make the draft and measure it. Each is made when those before it are done, because
-    its numbers depend on their results in ``log``."""
+    """The commands that make the draft and measure it. Each is yielded when those before it are
+    done, because its numbers depend on their results in ``log``."""
     prompts = job.out / "prompts.jsonl"
     answers = job.out / "answers.jsonl"
     replies = job.out / "replies.jsonl"
@@ -183,7 +188,7 @@ def draft_stages(
     num_chats = max(missing, pilot.replies + 1)
     yield _regenerate("replies", job, job.source, replies, num_chats, MAX_PROMPT_TOKENS)
 
-    # One training on raw chats and both files; the states that it keeps are deleted behind it.
+    # One training on raw chats and both files; the states that it keeps are deleted after it.
     files = [_reply_file(log, "replies", replies), _reply_file(log, "answers", answers)]
     config = _write_config_once(job.out / "training.yaml", lambda: _training_config(job, plan, log, files))
     settings = [f"tracking.{setting}" for setting in tracking]
@@ -198,12 +203,16 @@ def draft_stages(
     tasks = ["--tasks", *job.tasks, "--limit", str(limit), "--max-tokens", str(MAX_MEASURED_TOKENS)]
     words = [KIT, "eval", *target, *_template(job), "--draft", str(draft), "--name", NAME]
     words += ["--shapes", *SHAPES, *tasks, "--out", str(evaluation)]
-    yield Stage("eval", [*words, "--tracking", *tracking] if tracking else words)
+    if tracking:
+        words += ["--tracking", *tracking]
+    yield Stage("eval", words)
     yield Stage("card", [*export, "--eval", str(evaluation)])
 
     # The tuning table beside the weights; last, because an export replaces the folder.
     words = [KIT, "tune", str(draft), "--ship", *target, *_template(job), *tasks]
-    yield Stage("tune", words if job.budget_s >= LONG_BUDGET_S else [*words, "--passes", "1"])
+    if job.budget_s < LONG_BUDGET_S:
+        words += ["--passes", "1"]
+    yield Stage("tune", words)
 
 
 def _regenerate(
@@ -239,11 +248,11 @@ def _template(job: DraftJob) -> list[str]:
     return [] if job.chat_template is None else ["--chat-template", job.chat_template]
 
 
-# ---- What the plan is made of
+# ---- The plan
 
 
 def _asked(job: DraftJob) -> dict[str, Any]:
-    """What a call must ask for to go on in a folder."""
+    """Options that a call must have in common with the one that began a folder, to continue it."""
     return {
         "target": job.target,
         "source": job.source,
@@ -262,9 +271,11 @@ def _num_processes(asked: int | None) -> int:
     gpus = torch.cuda.device_count()
     if asked is None:
         return gpus or 1
-    if not 1 <= asked <= (gpus or asked):
-        most = f" and at most {gpus}, one on each GPU" if gpus else ""
-        raise UserError(f"--processes is {asked}.", f"Give at least 1{most}.")
+    if gpus and not 1 <= asked <= gpus:
+        remedy = f"Give at least 1 and at most {gpus}, one on each GPU."
+        raise UserError(f"--processes is {asked}.", remedy)
+    if asked < 1:
+        raise UserError(f"--processes is {asked}.", "Give at least 1.")
     return asked
 
 
@@ -326,11 +337,11 @@ def _make_plan(job: DraftJob, log: StageLog) -> BudgetPlan:
     return plan
 
 
-def _rates(log: StageLog) -> Rates:
+def _rates(log: StageLog) -> TokenRates:
     """Rates that the pilots measured."""
     replies = log.done["pilot-replies"]
     training = log.done["pilot-training"]
-    return Rates(replies["tokens_per_s"], training["tokens_per_s"], training["kept_tokens_per_s"])
+    return TokenRates(replies["tokens_per_s"], training["tokens_per_s"], training["kept_tokens_per_s"])
 
 
 def _reply_file(log: StageLog, name: str, path: Path) -> ReplyFile:
@@ -367,11 +378,11 @@ def _delete_states(job: DraftJob) -> dict[str, Any]:
     return {}
 
 
-# ---- What is printed
+# ---- Output
 
 
 def _print_plan(plan: BudgetPlan, left_s: float) -> None:
-    """Print the shares of the time, what is left of it, and the accept lengths that may come of it."""
+    """Print the shares of the time, the time that is left, and the expected accept lengths."""
     chain, tree = expected_accept_lengths(plan.tokens)
     passes = "rows gone through several times" if plan.training.keeps else "in one pass"
     print(
@@ -386,7 +397,7 @@ def _print_plan(plan: BudgetPlan, left_s: float) -> None:
 
 
 def _report(job: DraftJob, plan: BudgetPlan, log: StageLog) -> None:
-    """Write and print accept lengths beside those that were expected, tokens, and minutes."""
+    """Write and print measured and expected accept lengths, tokens, and minutes."""
     from eagle_kit.eval.summary import find_row
     from eagle_kit.train.run.metrics import JsonLines
 

@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args, ReportOptions)
     from eagle_kit.train.run.report import compare_runs, write_report
 
+    # One run.
     groups = groups_of(options.runs)
     folders = [folder for group in groups.values() for folder in group]
     if len(folders) == 1:
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
             raise UserError("--shape is for several runs.", "Leave it out; one run shows all its shapes.")
         print(write_report(folders[0], options.out))
         return 0
+
+    # Several runs, compared.
     if options.out is None:
         raise UserError("Several runs have no folder in common.", "Give --out DIR.")
     result = compare_runs(groups, options.out, options.shape)
@@ -48,13 +51,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def groups_of(words: Sequence[str]) -> dict[str, list[Path]]:
-    """``base=a,b`` or a folder -> folders by label, in the order given."""
+    """Folders by label, in the order given, of words such as ``base=a,b`` or ``a``. Raises
+    UserError for a label that is given twice."""
     groups: dict[str, list[Path]] = {}
     for word in words:
-        label, _, rest = word.partition("=")
-        if Path(word).is_dir() or not rest:
-            label, rest = Path(word).name or word, word
+        label, _, listed = word.partition("=")
+        folders = [Path(part) for part in listed.split(",")]
+        # A folder may have "=" or "," in its name.
+        if Path(word).is_dir() or not listed:
+            label = Path(word).name or word
+            folders = [Path(word)]
         if label in groups:
             raise UserError(f"The label {label} is given twice.", "Name them: LABEL=FOLDER.")
-        groups[label] = [Path(word)] if rest == word else [Path(part) for part in rest.split(",")]
+        groups[label] = folders
     return groups

@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.server.api.server import bind, run_forever
     from eagle_kit.server.api.startup import find_model, warnings_as_lines
 
-    # Options of the server.
+    # Read the options of the server.
     check_packages()
     server_config = options_of(args, ServerConfig, SERVER_FLAGS, **_server_defaults(args, flags))
     check_names(server_config.reasoning_parser, server_config.tool_call_parser)
@@ -212,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             llm.close()
     except RankLost as error:
-        tell_of_end(error)
+        print_rank_lost(error)
         end_at_once(1)
 
 
@@ -229,8 +229,11 @@ def _server_defaults(args: argparse.Namespace, flags: ServeFlags) -> dict[str, s
 
 
 def names_of(model: "ServedModel") -> tuple[str, ...]:
-    """Names that requests may give, the one that answers have first: the target's without its folders, as it
-    was given, and likewise the draft's."""
+    """Names that requests may give. The first one is the name in answers.
+
+    They are the target's without its folders, the target's as it was given, and the same of the
+    draft.
+    """
     names = []
     for given in (model.target, model.draft):
         if given is not None:
@@ -245,7 +248,9 @@ def _short_name(given: str) -> str:
     path = Path(given)
     if path.is_dir():
         return target_name(path)
-    return path.name if path.suffix == ".gguf" else given.partition("@")[0]
+    if path.suffix == ".gguf":
+        return path.name
+    return given.partition("@")[0]
 
 
 def plan(args: argparse.Namespace, flags: ServeFlags) -> int:
@@ -253,11 +258,13 @@ def plan(args: argparse.Namespace, flags: ServeFlags) -> int:
     from eagle_kit.cli.serve_plan import print_plan
     from eagle_kit.server.api.startup import find_model
 
-    # Ranks that are compared have the parallelism that was asked for, whatever their number.
-    names = ("expert_parallel", "data_parallel_attention")
-    parallelism = {name: bool(getattr(args, name)) for name in names}
+    # All compared numbers of ranks have these kinds of parallelism. The options of the engine are
+    # of one rank, which refuses them.
+    expert_parallel = bool(args.expert_parallel)
+    data_parallel_attention = bool(args.data_parallel_attention)
     if args.tensor_parallel in (None, 1):
-        args.expert_parallel = args.data_parallel_attention = None
+        args.expert_parallel = None
+        args.data_parallel_attention = None
     config = engine_config(args)
 
     # A draft alone names its target.
@@ -270,18 +277,25 @@ def plan(args: argparse.Namespace, flags: ServeFlags) -> int:
         target = model.target
     if flags.speculative_algorithm == "NONE":
         draft = None
-    print_plan(target, draft, config, flags.gpu or PLANNED_GPU, **parallelism)
+    print_plan(
+        target,
+        draft,
+        config,
+        flags.gpu or PLANNED_GPU,
+        expert_parallel=expert_parallel,
+        data_parallel_attention=data_parallel_attention,
+    )
     return 0
 
 
-def tell_of_end(error: RankLost) -> None:
+def print_rank_lost(error: RankLost) -> None:
     """Print why the server has ended."""
     say(f"error: {error} The server has ended.\n  -> Start it again.")
 
 
 def leave(llm: "LLM", error: RankLost) -> None:
     """End this process and the other ranks at once: a step waits for one that is lost."""
-    tell_of_end(error)
+    print_rank_lost(error)
     if llm.group is not None and llm.group.workers is not None:
         llm.group.workers.kill()
     end_at_once(1)
@@ -293,16 +307,29 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         UserError: wrong values, or flags that exclude each other.
     """
-    if args.disable_cuda_graph and args.graph_mode not in (None, "off"):
-        raise UserError("--graph-mode was given beside --disable-cuda-graph.", "Give one or the other.")
-    args.graph_mode = "off" if args.disable_cuda_graph else args.graph_mode
+    # Flags that stand for others.
+    if args.disable_cuda_graph:
+        if args.graph_mode not in (None, "off"):
+            raise UserError("--graph-mode was given beside --disable-cuda-graph.", "Give one or the other.")
+        args.graph_mode = "off"
     args.shape = shape_of(args)
     algorithm = args.speculative_algorithm
-    algorithm = "auto" if algorithm in (None, "NONE") else algorithm
+    if algorithm in (None, "NONE"):
+        algorithm = "auto"
+
+    # The options.
     ngram = options_of(args, NgramConfig, NGRAM_FLAGS)
     seed = secrets.randbits(32) if args.seed is None else args.seed
-    flags, more = {**DRAFT_FLAGS, **ENGINE_FLAGS}, {"algorithm": algorithm, "ngram": ngram, "seed": seed}
-    config = options_of(args, EngineConfig, flags, **more)
+    config = options_of(
+        args,
+        EngineConfig,
+        {**DRAFT_FLAGS, **ENGINE_FLAGS},
+        algorithm=algorithm,
+        ngram=ngram,
+        seed=seed,
+    )
+
+    # Warn of options that change texts.
     if config.is_relaxed:
         say("warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target.")
     if config.quantization == "fp8":
@@ -311,7 +338,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def check_algorithm(flags: ServeFlags, model: "ServedModel", token_map: Path | None = None) -> "ServedModel":
-    """Return the model, without its draft where the algorithm has no use for one.
+    """Return the model with the draft that the algorithm uses, or without one.
 
     Raises:
         UserError: an unknown algorithm, or one without the draft it needs.
@@ -329,34 +356,39 @@ def check_algorithm(flags: ServeFlags, model: "ServedModel", token_map: Path | N
         model = replace(model, draft=None)
 
     # An algorithm that was asked for without a draft takes the draft in the target's folder.
-    is_asked_for = name is not None and name in algorithms() and model.draft is None
-    if name is not None and is_asked_for and kind_in_target(name) is None:
+    is_in_target = name is not None and name in algorithms() and model.draft is None
+    if name is not None and is_in_target and kind_in_target(name) is None:
         folder = resolve_target(model.target)
         if not drafts_in_target(folder, name):
             raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
         model = replace(model, draft=str(draft_in_target(None, name, folder)))
-    if model.draft is None and not is_asked_for and token_map is not None:
+    if model.draft is None and not is_in_target and token_map is not None:
         raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")
     return model
 
 
 def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmUpExtent = "all") -> None:
     """Print the served model and its options, test it, and prepare it for all that may come."""
-    # The options.
+    # Print the options.
     config = llm.config
     dtype = str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
-    drafts = f"shape {config.shape}" if config.shape.steps else "ordinary decoding"
-    drafts = "shapes by measurements" if llm.chooses_shapes else drafts
+    if llm.chooses_shapes:
+        shapes = "shapes by measurements"
+    elif config.shape.steps:
+        shapes = f"shape {config.shape}"
+    else:
+        shapes = "ordinary decoding"
     say(f"seed       {config.seed}, of requests that bring none")
-    weights = llm.target.weight_format
     say(f"target     {model.target}, {model.origin}")
+    weights = llm.target.weight_format
     say(f"engine     {weights}, context {config.max_context}, batch {config.max_batch_size}")
-    say(f"draft      {model.draft or flags.speculative_algorithm or 'none'}, {drafts}")
+    say(f"draft      {model.draft or flags.speculative_algorithm or 'none'}, {shapes}")
     say(f"prefill    {llm.engine().runner.prefill_backends}")
     say(f"chat       {describe_template(llm)}")
-    if (plan := llm.memory_plan) is not None:
-        say(str(plan))
-        extent = max(extent, plan.extent, key=get_args(WarmUpExtent).index)  # the last prepares least
+    if llm.memory_plan is not None:
+        say(str(llm.memory_plan))
+        # Of both extents the one that prepares less, which comes later among the values.
+        extent = max(extent, llm.memory_plan.extent, key=get_args(WarmUpExtent).index)
 
     # Test and prepare.
     if llm.default_shape.steps and not flags.no_self_test:
@@ -366,7 +398,7 @@ def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmU
     if str(prepared):
         say(str(prepared))
 
-    # What the preparation measured and chose.
+    # Print what the preparation measured and chose.
     for line in engine.runner.linear_backends.report():
         say(f"linear     {line}")
     for line in engine.runner.prefill_backends.report():
@@ -410,35 +442,40 @@ def shape_of(args: argparse.Namespace) -> SpecShape | ShapeTable | None:
     Raises:
         UserError: both, numbers that do not go together, or speculation that was switched off.
     """
-    given = SpecShape(args.steps, args.topk, args.tokens)
-    some = any(value is not None for value in given)
-    if args.shape is not None and some:
+    has_numbers = any(value is not None for value in (args.steps, args.topk, args.tokens))
+    if args.shape is not None and has_numbers:
         raise UserError("--shape was given beside its single numbers.", "Give one or the other.")
-    table = None if args.shape in (None, "auto") else ShapeTable.parse(args.shape)
-    if args.speculative_algorithm == "NONE" and (some or (table and table.steps)):
+    table = None
+    if args.shape not in (None, "auto"):
+        table = ShapeTable.parse(args.shape)
+    has_shape = has_numbers or (table is not None and table.steps > 0)
+    if args.speculative_algorithm == "NONE" and has_shape:
         raise UserError("A shape was given for the algorithm NONE.", "Leave one of them out.")
-    if not some:
+    if not has_numbers:
         return table
-    steps, topk, tokens = (
-        default if value is None else value for value, default in zip(given, SHAPE_DEFAULTS, strict=True)
-    )
+
+    # Missing numbers have SGLang's defaults, but a chain verifies one token more than it has steps.
+    steps = SHAPE_DEFAULTS.steps if args.steps is None else args.steps
+    topk = SHAPE_DEFAULTS.topk if args.topk is None else args.topk
+    tokens = SHAPE_DEFAULTS.tokens if args.tokens is None else args.tokens
     if topk == 1 and tokens != steps + 1:
-        if given.tokens is not None:
+        if args.tokens is not None:
             say(f"warning: a chain of {steps} steps verifies {steps + 1} tokens, so {tokens} is ignored.")
         tokens = steps + 1
     return SpecShape.parse(f"{steps},{topk},{tokens}")
 
 
 def progress(name: str) -> "Callable[[int, int], None]":
-    """Make a progress bar -> what tells it the number of steps done and their total."""
+    """Make a progress bar; returns the function that sets the number of steps done and their
+    total."""
     from tqdm import tqdm
 
     bar = tqdm(desc=name, unit="step", dynamic_ncols=True, leave=False, disable=None, delay=1.0)
 
-    def show(number: int, total: int) -> None:
+    def show(num_done: int, total: int) -> None:
         bar.total = total
-        bar.update(number - bar.n)
-        if number == total:
+        bar.update(num_done - bar.n)
+        if num_done == total:
             bar.close()
 
     return show

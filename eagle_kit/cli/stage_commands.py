@@ -1,4 +1,4 @@
-"""Commands of ours as stages of a longer one: printed, run as processes, remembered when done."""
+"""Commands of ours as stages of a longer one: printed, run as processes, and recorded when done."""
 
 import json
 import os
@@ -34,7 +34,8 @@ class Stage:
     Attributes:
         name: for messages and the log.
         words: the command as it is printed; the first is one of :data:`MODULES`.
-        result: called with the seconds that it took when it is done; returns what the log keeps of it.
+        result: called with the seconds that the command took; returns the entry of
+            ``StageLog.done``.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Stage:
 
 
 class StageLog:
-    """JSON file with what was asked for, and with results and seconds of the stages.
+    """JSON file with the options of a command, and with results and seconds of its stages.
 
     Attributes:
         choices: values that were chosen once for all stages, by name.
@@ -55,7 +56,7 @@ class StageLog:
         """Read the file where there is one.
 
         Raises:
-            UserError: stages were done when something else was ``asked`` for.
+            UserError: stages were done with options other than ``asked``.
         """
         self.path = path
         self._asked = asked
@@ -66,7 +67,8 @@ class StageLog:
                 f"{path.parent} was begun with other settings: {json.dumps(before)}.",
                 "Give the same ones to go on, or another folder with --out.",
             )
-        if before != asked:  # The first stage was refused, and what it said is corrected.
+        if before != asked:
+            # The first stage was refused, and the user has corrected an option.
             found = {}
         self.choices: dict[str, Any] = found.get("choices", {})
         self.done: dict[str, dict[str, Any]] = found.get("done", {})
@@ -93,7 +95,8 @@ def run_stages(stages: Iterable[Stage], log: StageLog, num_stages: int) -> int:
 
     Args:
         stages: advanced only when the stage before is done, so a generator can read its result in ``log``.
-        log: takes results and seconds; the commands that are done are appended to a file beside its own.
+        log: receives results and seconds. Commands that are done are appended to a file beside its
+            own.
         num_stages: number of all stages, for messages.
 
     Returns:
@@ -141,13 +144,15 @@ def _run_timed(stage: Stage, log: StageLog) -> int:
 
 
 def call(words: Sequence[str], note: Callable[[], object]) -> int:
-    """Run a command on this terminal; when it is interrupted, it saves, and is waited for.
+    """Run a command on this terminal, and return its exit code. When interrupted, wait until it has
+    saved.
 
     Args:
-        note: called every :data:`NOTE_S` seconds meanwhile, so that a kill loses no more than those.
+        note: called every :data:`NOTE_S` seconds meanwhile, so that a kill loses the time of no
+            more than those.
     """
-    patient = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_S)}
-    process = subprocess.Popen(words, start_new_session=True, env=patient, preexec_fn=end_with_parent())
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_S)}
+    process = subprocess.Popen(words, start_new_session=True, env=environment, preexec_fn=end_with_parent())
     try:
         while True:
             try:

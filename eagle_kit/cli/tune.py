@@ -3,7 +3,7 @@
 import argparse
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,14 @@ FLAGS = {
     **LOADING,
     **RANKS,
 }
+
+
+class TaskSample(NamedTuple):
+    """A task, and the prompts of it that are recorded, at most ``limit``."""
+
+    whole: "Task"
+    recorded: "Task"
+    limit: int
 
 
 class TuneFlags(TargetFlag):
@@ -86,21 +94,22 @@ def run(args: argparse.Namespace) -> int:
         check_writable(options.out.parent, "Give another file with --out.")
 
     # With --check at most half of a task's prompts are recorded.
-    whole = load_tasks(options.tasks)
-    limits = []
-    for task in whole:
-        most = max(1, len(task.prompts) // 2) if options.check else options.limit
-        limits.append(min(options.limit, most))
-    tasks = [task.limited(limit, options.seed) for task, limit in zip(whole, limits, strict=True)]
+    samples = []
+    for task in load_tasks(options.tasks):
+        limit = options.limit
+        if options.check:
+            limit = min(limit, max(1, len(task.prompts) // 2))
+        samples.append(TaskSample(task, task.limited(limit, options.seed), limit))
 
     model = chosen_model(options.draft, options.target)
     with naming(model.named):
         llm = LLM(model.target, model.to_serve, options.engine)
     with closing(llm):
-        return _tune(options, llm, list(zip(whole, tasks, limits, strict=True)))
+        return _tune(options, llm, samples)
 
 
-def _tune(options: TuneFlags, llm: "LLM", triples: "list[tuple[Task, Task, int]]") -> int:
+def _tune(options: TuneFlags, llm: "LLM", samples: "list[TaskSample]") -> int:
+    """Measure, print the result, and check it if that was asked for."""
     from eagle_kit.autotune.files import acceptance_path, costs_path, ship
     from eagle_kit.core.files import check_writable
     from eagle_kit.eval.tune import TuneOptions, tune
@@ -109,17 +118,20 @@ def _tune(options: TuneFlags, llm: "LLM", triples: "list[tuple[Task, Task, int]]
     folder = llm.draft_folder
     if options.ship and folder is not None:
         check_writable(folder, "Copy the draft to a folder of yours.")
-    tuned = tune(
-        llm, TuneOptions([task for _, task, _ in triples], options.max_tokens, num_passes=options.passes)
-    )
+    tasks = [sample.recorded for sample in samples]
+    tuned = tune(llm, TuneOptions(tasks, options.max_tokens, num_passes=options.passes))
     print(f"costs       {costs_path(tuned.costs.key)}")
     print(f"acceptance  {acceptance_path(tuned.acceptance.draft)}")
     if options.ship and folder is not None:
         print(f"shipped     {ship(folder, tuned.acceptance, tuned.costs)}")
     print_plan(llm, tuned)
     if options.check:
-        rest = [held_out(task, recorded, limit, options.seed) for task, recorded, limit in triples]
-        _check(llm, tuned, [task for task in rest if task], options)
+        others = []
+        for sample in samples:
+            task = held_out(sample.whole, sample.recorded, sample.limit, options.seed)
+            if task is not None:
+                others.append(task)
+        _check(llm, tuned, others, options)
     return 0
 
 
@@ -128,16 +140,20 @@ def _check(llm: "LLM", tuned: "Tuned", tasks: "list[Task]", options: TuneFlags) 
     from eagle_kit.eval.tune_check import check
     from eagle_kit.report.environment import command_line, describe_machine, describe_versions, now
 
+    # Predictions beside measurements.
     prompts = [prompt.given() for task in tasks for prompt in task.prompts]
     print(f"check       {len(prompts)} prompts that were not recorded")
     found = []
     for each in check(llm, tuned, prompts, options.max_tokens):
         print(f"  {each}", flush=True)
         found.append(each)
+
+    # Errors, and the file.
     for unit in dict.fromkeys(each.unit for each in found):
         errors = [abs(each.error) for each in found if each.unit == unit]
-        print(f"{unit}: error at most {max(errors):.1%}, {sum(errors) / len(errors):.1%} in the mean")
-    if options.out:
+        mean = sum(errors) / len(errors)
+        print(f"{unit}: error at most {max(errors):.1%}, {mean:.1%} in the mean")
+    if options.out is not None:
         data = {
             "command": command_line(),
             "date": now(),
@@ -157,7 +173,10 @@ def print_plan(llm: "LLM", tuned: "Tuned") -> None:
     policy = policy_of(engine, tuned)
     costs = tuned.costs
     print(f"fit         {len(costs.timings)} cycles, error {costs.table.error:.0%} in the mean")
+
+    # The choice for every batch size that is a power of two.
     sizes = [size for size in engine.config.batch_sizes if size & (size - 1) == 0]
     for choice in policy.plan(sizes):
-        candidates = " ".join(str(shape) for shape in policy.shapes_at(choice.batch_size) if shape.steps)
-        print(f"{choice}; from {candidates or 'plain decoding only'}")
+        shapes = [str(shape) for shape in policy.shapes_at(choice.batch_size) if shape.steps]
+        candidates = " ".join(shapes) or "plain decoding only"
+        print(f"{choice}; from {candidates}")

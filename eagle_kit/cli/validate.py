@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     with naming(named):
         target = resolve_target(named.name)
 
-    # The files.
+    # Check the files.
     config = read_target_config(target)
     draft: DraftFolder | None = None
     try:
@@ -62,13 +62,16 @@ def run(args: argparse.Namespace) -> int:
             print(f"        -> {finding.remedy}")
     num_errors = sum(finding.level == "error" for finding in findings)
 
-    # What only the weights tell, of files that are right.
+    # The weights, if the files are right.
     if draft is not None and num_errors == 0:
         print_numbering(draft, target)
-        if options.decode is not None:
-            num_errors += not decodes_alike(draft, target, options.decode, template)
+        if options.decode is not None and not decodes_alike(draft, target, options.decode, template):
+            num_errors += 1
+
+    # The verdict.
     fit = "fits" if num_errors == 0 else "does not fit"
-    print(f"\n{options.draft} {fit} {named.name}: {num_errors} error{'' if num_errors == 1 else 's'}.")
+    unit = "error" if num_errors == 1 else "errors"
+    print(f"\n{options.draft} {fit} {named.name}: {num_errors} {unit}.")
     return 2 if num_errors else 0
 
 
@@ -79,7 +82,8 @@ def print_numbering(draft: "DraftFolder", target: Path) -> None:
     found = measure_numbering(draft, target)
     if found is None:
         return
-    print(f"{'ok' if found.best == 'input' else 'warning':8}layer ids: {found.words}")
+    level = "ok" if found.best == "input" else "warning"
+    print(f"{level:8}layer ids: {found.words}")
     if found.best == "output":
         print(f"        -> Convert it by eagle-kit import {draft} --format sglang --out DIR.")
     if found.best is None:
@@ -87,17 +91,27 @@ def print_numbering(draft: "DraftFolder", target: Path) -> None:
 
 
 def decodes_alike(draft: "DraftFolder", target: Path, num_tokens: int, chat_template: Path | None) -> bool:
-    """Decode with the draft and plainly and print accept length and differences; False when greedy replies
-    differ that must not."""
+    """Decode with the draft and plainly, and print accept length and differences; returns False if
+    greedy replies differ in float32, where they must not."""
     from eagle_kit.engine.llm import LLM
     from eagle_kit.server.api.startup import causes_of_low_acceptance, doubts, self_test, warnings_as_lines
 
-    with warnings_as_lines(lambda line: None):  # of findings that are printed above
+    with warnings_as_lines(lambda line: None):  # they are among the findings above
         llm = LLM(target, draft, chat_template=chat_template)
     dtype = str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
-    test, exact = self_test(llm, llm.default_shape, num_tokens), dtype == "float32"
-    differs, fails = test.differing is not None, exact and test.differing is not None
-    level = "error" if fails else "warning" if differs or test.is_low else "ok"
+    exact = dtype == "float32"
+
+    # Decode.
+    test = self_test(llm, llm.default_shape, num_tokens)
+    differs = test.differing is not None
+    fails = exact and differs
+    level = "ok"
+    if fails:
+        level = "error"
+    elif differs or test.is_low:
+        level = "warning"
+
+    # Print what was found, with causes.
     print(f"{level:8}decode: accept length {test.accept_length:.2f} over {test.num_tokens} tokens.")
     causes = partial(causes_of_low_acceptance, draft, str(target), dtype, chat_template)
     for line in doubts(test, exact=exact, low_causes=causes):

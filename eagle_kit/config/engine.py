@@ -40,7 +40,7 @@ def parse_size(text: Any) -> Any:
 
 
 def _shape_table(given: Any) -> ShapeTable | None:
-    """Read the option ``shape``; None for auto."""
+    """Read the option ``shape``; None stands for the text ``auto`` from here on."""
     if given is None or given == "auto":
         return None
     return ShapeTable.parse(given)
@@ -262,6 +262,11 @@ class EngineConfig(Options):
         return self
 
     @property
+    def has_auto_shape(self) -> bool:
+        """True if shapes are to be chosen by measurements: ``shape`` is ``"auto"``, or was left out."""
+        return self.shape is None
+
+    @property
     def is_relaxed(self) -> bool:
         """True if a threshold makes acceptance lossy."""
         return (self.accept_threshold_single, self.accept_threshold_acc) != (1.0, 1.0)
@@ -312,6 +317,10 @@ class ResolvedConfig(EngineConfig):
     """Options of an engine on one device. Only the pool's size may be missing; a memory plan fills it in."""
 
     shape: Annotated[ShapeTable, BeforeValidator(_shape_table)]
+    """Shapes where none are chosen by measurements: the given ones, or the draft's default. With auto an
+    engine runs a policy instead (``autotune/policy.py``).
+    """
+
     max_context: int
     prefill_tokens: int
     decode_prefill_tokens: int
@@ -320,7 +329,7 @@ class ResolvedConfig(EngineConfig):
     batch_sizes: tuple[int, ...]
     graph_mode: GraphMode
 
-    def room(self, steps: int) -> int:
+    def num_lookahead_tokens(self, steps: int) -> int:
         """Tokens beyond its known ones that a request may need pages for: those of the cycles in flight and
         of the next cycle, and a draft's entry of the root.
 
@@ -391,4 +400,4 @@ class ResolvedConfig(EngineConfig):
     def max_pages(self) -> int:
         """Most pages of one request. It is that of the deepest shape, so that a change of the shape does not
         change page tables."""
-        return self.num_pages_of(self.max_context + self.room(MAX_WINDOW - 1))
+        return self.num_pages_of(self.max_context + self.num_lookahead_tokens(MAX_WINDOW - 1))

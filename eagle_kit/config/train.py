@@ -2,7 +2,7 @@
 
 A run is one YAML file read through `config.load_config`; every value can be overridden on the command
 line as ``section.key=value``. The keys of ``head`` and ``training`` depend on ``head.kind``
-(:mod:`eagle_kit.config.drafts`). Sizes are in tokens or packed rows, times in seconds.
+(:mod:`eagle_kit.config.drafts`). Sizes are in tokens or packed sequences, times in seconds.
 """
 
 import json
@@ -86,7 +86,7 @@ class SourceConfig(Section):
 
     @property
     def rows_depend_on(self) -> dict[str, Any]:
-        """Settings that decide the packed rows."""
+        """Settings that decide the packed sequences."""
         names = {"source", "limit", "min_tokens", "max_tokens"}
         if self.chat_template_kwargs is not None:
             names.add("chat_template_kwargs")
@@ -106,16 +106,16 @@ class DataConfig(Section):
     """Sources with weights and phases in place of ``source``."""
 
     store: str | None = None
-    """Folder of ``eagle-kit data capture``; its packed rows and the target's states of them are learned from.
-    What is set of source, limit, max_length, eval_conversations and decontaminate besides must be what it was
-    captured with.
+    """Folder of ``eagle-kit data capture``; its packed sequences and the target's states of them are learned
+    from. What is set of source, limit, max_length, eval_conversations and decontaminate besides must be what
+    it was captured with.
     """
 
     limit: int | None = Field(default=None, ge=1)
     """Most conversations read of each source; null reads all."""
 
     max_length: int = Field(default=1024, ge=8)
-    """Tokens of a packed row; longer conversations are cut there."""
+    """Tokens of a packed sequence; longer conversations are cut there."""
 
     eval_conversations: int = Field(default=48, ge=0)
     """Conversations kept out of training. The judge's prompts are theirs, of each the first one that no other
@@ -198,7 +198,7 @@ class DataConfig(Section):
 
     @property
     def explicit(self) -> dict[str, Any]:
-        """Settings that decide the packed rows, without those that were not set."""
+        """Settings that decide the packed sequences, without those that were not set."""
         names = self.model_fields_set & {"limit", "max_length", "eval_conversations", *self.template_settings}
         values = self.model_dump(mode="json", include=names)
         explicit = {}

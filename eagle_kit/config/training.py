@@ -1,6 +1,6 @@
 """Keys of ``training:`` that all kinds of heads have; :mod:`eagle_kit.config.drafts` adds those of each kind.
 
-Sizes are in tokens or packed rows, times in seconds.
+Sizes are in tokens or packed sequences, times in seconds.
 """
 
 from dataclasses import dataclass, field, fields
@@ -119,21 +119,21 @@ class TrainingConfig(Section):
     """Training-time test, loss, optimiser and schedule."""
 
     ttt_length: int = Field(default=7, ge=1, le=32)
-    """Steps K of training-time test."""
+    """Steps K of training-time test; 7 as published."""
 
     ttt_curriculum: Curriculum | None = None
     """Begin with fewer steps; null trains all from the start."""
 
     step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
-    """Weight of step k is ``step_decay ** k``; exclusive with ``step_weights``."""
+    """Weight of step k is ``step_decay ** k``, 0.8 as published; exclusive with ``step_weights``."""
 
     step_weights: tuple[float, ...] | None = None
     """Weight of each step, ``ttt_length`` numbers."""
 
     loss_rows: Literal["serving", "published"] = "serving"
-    """``serving``: row i carries loss at step k where a draft round can be when serving, that is x[i + 1] and
-    x[i + 2 + k] are of one reply; ``published``: where x[i + 1 + k] and x[i + 2 + k] are, which is what the
-    code of EAGLE-3 does: rounds that begin in the prompt count from their first token of the reply on.
+    """Rows that are supervised at step k. ``serving``: row i if x[i + 1] and x[i + 2 + k] are of one reply,
+    where a draft round can be when serving. ``published``: row i if x[i + 1 + k] and x[i + 2 + k] are of one
+    reply, as in the code of EAGLE-3.
     """
 
     loss_normalisation: Literal["tokens", "sequence", "published"] = "tokens"
@@ -141,7 +141,7 @@ class TrainingConfig(Section):
     ``sequence``: the mean over conversations of each one's own mean. Both divide by the sum of the step
     weights, so that the learning rate does not depend on ``ttt_length``. ``published``: as in the code of
     EAGLE-3, each conversation's sum over its rows and steps divided by the number of its tokens, prompts
-    included, and the mean of that over conversations.
+    included, and the mean of that over conversations; not divided by the sum of the step weights.
     """
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -150,7 +150,7 @@ class TrainingConfig(Section):
     """
 
     learning_rate: float = Field(default=5.0e-4, gt=0.0)
-    """Learning rate of AdamW after the warm-up."""
+    """Learning rate of AdamW after the warm-up. The code of EAGLE-3 has 5e-5."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's averages of the gradient and of its square."""
@@ -204,10 +204,10 @@ class TrainingConfig(Section):
     """
 
     sequences_per_step: int = Field(default=4, ge=1)
-    """Packed rows of one optimiser step, over all processes."""
+    """Packed sequences of one optimiser step, over all processes."""
 
     gradient_accumulation: int | None = Field(default=None, ge=1)
-    """Forwards per optimiser step in each process; null is one packed row per forward."""
+    """Forwards per optimiser step in each process; null is one packed sequence per forward."""
 
     gradient_checkpointing: Literal["off", "steps"] = "off"
     """``steps`` keeps only what goes into every step of training-time test and runs the step again in the

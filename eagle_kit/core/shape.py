@@ -16,6 +16,10 @@ class SpecShape(NamedTuple):
         steps: depth of the draft, S. 0 is ordinary decoding.
         topk: candidates per depth, K. 1 is a chain.
         tokens: nodes verified in one target forward, N, *root included*.
+
+    The published code of EAGLE counts forwards: its ``depth`` d is d + 1 steps here. Its ``total_token`` is
+    ``tokens``. The nodes that the draft runs, K (S - 1), must fit a window of 64. So the published tree of 60
+    nodes with K = 10 has up to 7 steps here (``7,10,60``).
     """
 
     steps: int

@@ -1,1 +1,1 @@
-"""Conversations -> tokens and loss mask -> packed rows, vocabulary map and held-out prompts."""
+"""Conversations -> tokens and loss mask -> packed sequences, vocabulary map and held-out prompts."""

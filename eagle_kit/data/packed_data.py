@@ -1,4 +1,4 @@
-"""The packed rows of a run, from conversations or from a store of captured states that holds them."""
+"""The packed sequences of a run, from conversations or from a store of captured states that holds them."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def load_packed_data(
     *,
     progress: bool = True,
 ) -> PreparedData:
-    """The packed rows of ``settings.store``, or, without a store, of ``settings.source``.
+    """The packed sequences of ``settings.store``, or, without a store, of ``settings.source``.
 
     Raises:
         UserError: the store does not exist, is of another tokenizer, chat template or data than the settings,
@@ -54,7 +54,7 @@ def load_packed_data(
     # The files must be whole.
     check_data_files(folder, manifest, whole=True)
     if not (folder / DATA / "summary.json").is_file():
-        raise UserError(f"The store {folder} lacks its packed rows.", "Copy it again.")
+        raise UserError(f"The store {folder} lacks its packed sequences.", "Copy it again.")
     fingerprint = str(field(manifest, "data.fingerprint"))
     data = load_prepared(folder / DATA, fingerprint, tokenizer, draft_vocab_size, vocab_map)
 

@@ -1,9 +1,9 @@
 """Prompts of the tasks that chats are short of, made out of the text of chats.
 
-A head drafts badly what it has never learned, and public chats hold little translation, summarising,
-answering from passages and arithmetic, which is half of Spec-Bench (arXiv 2401.07851), and few functions to
-be completed. The passages, sentences, questions and code are those of conversations; only the wording
-around them and the word problems are from here. Prompts are records of ``id``, ``category`` and
+A head drafts badly what it was not trained on. Public chats have little translation, summarising, answering
+from passages and arithmetic, which are half of Spec-Bench (arXiv 2401.07851), and few functions to complete.
+The passages, sentences, questions and code of the prompts are those of conversations; only the wording
+around them and the word problems are written here. Prompts are records of ``id``, ``category`` and
 ``messages``, which ``data regenerate`` answers and ``--tasks`` measures.
 """
 
@@ -64,17 +64,27 @@ STOP_WORDS = {
     "Spanish": "el los las una por para con del que se es su",
 }
 LANGUAGE_SHARE = 0.15
-"""Least share of a language's stop words among the words of a text that is taken to be in it."""
+"""Minimum share of stop words in a text of their language."""
 FENCE = re.compile(r"( *)(```+)[ \t]*([\w+#-]*)([^`]*)")
-PASSAGE_WORDS, SENTENCE_WORDS, QUESTION_WORDS = (50, 220), (6, 30), (5, 25)
-CODE_LINES, CODE_CHARACTERS, LEAST_BODY = (3, 30), 1200, 2
-"""Lines and characters of a piece of code, and lines of the body of a function that is to be completed."""
+"""First line of a block of code: indent, fence, language, and text after it."""
+PASSAGE_WORDS = (50, 220)
+"""Minimum and maximum number of words of a passage."""
+SENTENCE_WORDS = (6, 30)
+QUESTION_WORDS = (5, 25)
+CODE_LINES = (3, 30)
+"""Minimum and maximum number of lines of a block of code that are not empty."""
+CODE_CHARACTERS = 1200
+"""Maximum length of a block of code."""
+LEAST_BODY = 2
+"""Minimum number of lines in the body of a function to complete."""
 PASSAGES = 3
-"""Of a prompt that is answered from passages: one of the conversation itself, the others of earlier ones."""
+"""Passages of a prompt that is answered from them: one of the conversation, the others of earlier ones."""
+MEMORY = 16
+"""Earlier conversations whose passages are used."""
 SLACK = 3
-"""Prompts that one category may be ahead of the scarcest one."""
+"""Number of prompts by which a category may be ahead of the one with the fewest."""
 PATIENCE = 200
-"""Conversations after which a category that none of them served holds up the others no longer."""
+"""Number of conversations without a prompt of a category after which the others no longer wait for it."""
 
 NAMES = ("Anna", "Omar", "Lucia", "Tom", "Mei", "Jonas", "Priya", "Sam", "Clara", "Diego")
 THINGS = ("apples", "pencils", "stickers", "books", "marbles", "cookies", "postcards", "tickets")
@@ -98,13 +108,14 @@ PROBLEMS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Material:
-    """What a conversation gives.
+    """Parts of a conversation that prompts are made of.
 
     Attributes:
-        passages, sentences: of its replies, with their language.
-        question: of its first human turn, or empty.
-        code: fenced blocks of its replies, with the language that they name.
-        functions: beginnings of Python functions in them, up to the docstring.
+        passages: paragraphs of its replies, as (text, language).
+        sentences: sentences of its replies, as (text, language).
+        question: its first human turn if that is one question; else empty.
+        code: blocks of code in its replies, as (language of the fence or empty, code).
+        functions: signatures of Python functions in that code, with their docstrings.
     """
 
     passages: tuple[tuple[str, str], ...]
@@ -117,45 +128,66 @@ class Material:
 def task_prompts(
     conversations: Iterable[Conversation], seed: int, categories: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Make at most one prompt from each conversation, about as many of every category that the texts serve;
-    word problems, which need no text, are never far ahead of the others.
+    """Make at most one prompt from each conversation, and about as many of every category.
+
+    A category that the texts do not serve does not hold up the others. Word problems, which need no text, are
+    never far ahead of the others.
 
     Args:
-        conversations: whose texts are used; a conversation that gives nothing for the categories that are
-            behind is passed over.
-        seed: of wording, numbers and choices, hashed with the conversation's id.
-        categories: some of :data:`CATEGORIES`, all by default; the order does not matter.
+        conversations: a conversation without material for the categories that have the fewest prompts is
+            skipped.
+        seed: seed of wording, numbers and choices; it is hashed with the conversation's id.
+        categories: names of :data:`CATEGORIES`, in any order; empty is all of them.
 
     Yields:
         ``{"id", "category", "messages"}``.
     """
-    wanted = [name for name in CATEGORIES if name in (categories or CATEGORIES)]
-    made, served = Counter(dict.fromkeys(wanted, 0)), dict.fromkeys(wanted, 0)
-    earlier: deque[str] = deque(maxlen=16)
+    num_made = Counter({name: 0 for name in CATEGORIES if not categories or name in categories})
+    last_made = dict.fromkeys(num_made, 0)
+    earlier: deque[str] = deque(maxlen=MEMORY)
     for number, conversation in enumerate(conversations):
+        # A category may be ahead of the rarest one that the last conversations served.
+        counts = {name: count for name, count in num_made.items() if name != WITHOUT_TEXT}
+        served = [count for name, count in counts.items() if number - last_made[name] < PATIENCE]
+        fewest = max(counts.values(), default=num_made.total())
+        if served:
+            fewest = min(served)
+
+        # The first category that the conversation serves, beginning with the rarest.
         rng = random.Random(f"{seed}:{conversation.id}")
         material = material_of(conversation)
-        counts = {name: count for name, count in made.items() if name != WITHOUT_TEXT}
-        alive = [count for name, count in counts.items() if number - served[name] < PATIENCE]
-        most = min(alive) if alive else max(counts.values(), default=made.total())
-        for category, count in sorted(made.items(), key=lambda item: item[1]):
-            text = CATEGORIES[category](material, earlier, rng) if count < most + SLACK else ""
-            if text:
-                made[category] += 1
-                served[category] = number
-                messages = [{"role": "user", "content": text}]
-                yield {"id": f"{category}-{conversation.id}", "category": category, "messages": messages}
-                break
+        for category, count in sorted(num_made.items(), key=lambda item: item[1]):
+            if count >= fewest + SLACK:
+                continue
+            text = CATEGORIES[category](material, earlier, rng)
+            if not text:
+                continue
+            num_made[category] += 1
+            last_made[category] = number
+            messages = [{"role": "user", "content": text}]
+            yield {"id": f"{category}-{conversation.id}", "category": category, "messages": messages}
+            break
         earlier.extend(text for text, language in material.passages[:1] if language == "English")
 
 
 def material_of(conversation: Conversation) -> Material:
-    """What the replies and the first human turn of ``conversation`` give."""
-    passages, sentences, code = [], [], []
+    """Extract the material of a conversation from its replies and its first human turn."""
+    passages: list[tuple[str, str]] = []
+    sentences: list[tuple[str, str]] = []
+    code: list[tuple[str, str]] = []
+    functions: list[str] = []
     for message in conversation.messages:
-        if message["role"] != "assistant" or not isinstance(content := message.get("content"), str):
+        content = message.get("content")
+        if message["role"] != "assistant" or not isinstance(content, str):
             continue
-        code += [block for block in _fenced(content) if _is_piece(block[1])]
+
+        # Blocks of code.
+        for block in _fenced(content):
+            if _has_code_length(block[1]):
+                code.append(block)
+                functions += _beginnings(block[1])
+
+        # Paragraphs of prose, and their sentences.
         for paragraph in re.split(r"\n\s*\n", content):
             text = " ".join(paragraph.split())
             language = _language(text)
@@ -163,107 +195,139 @@ def material_of(conversation: Conversation) -> Material:
                 continue
             if _has_length(text, PASSAGE_WORDS):
                 passages.append((text, language))
-            found = (one.strip() for one in re.findall(r"[^.!?]+[.!?]", text))
-            sentences += [(one, language) for one in found if _has_length(one, SENTENCE_WORDS)]
+            for match in re.findall(r"[^.!?]+[.!?]", text):
+                sentence = match.strip()
+                if _has_length(sentence, SENTENCE_WORDS):
+                    sentences.append((sentence, language))
+
+    # The question.
     human = next(message for message in conversation.messages if message["role"] == "user")
     question = " ".join(str(human.get("content") or "").split())
-    is_one = question.endswith("?") and _has_length(question, QUESTION_WORDS) and _language(question)
-    functions = tuple(found for _, text in code for found in _beginnings(text))
-    return Material(tuple(passages), tuple(sentences), question if is_one else "", tuple(code), functions)
+    if not question.endswith("?") or not _has_length(question, QUESTION_WORDS) or not _language(question):
+        question = ""
+    return Material(tuple(passages), tuple(sentences), question, tuple(code), tuple(functions))
 
 
 def _fenced(text: str) -> Iterator[tuple[str, str]]:
-    """Fenced blocks of Markdown, of backticks, as (language or nothing, code without the fence's indent)."""
-    opened: re.Match[str] | None = None
+    """Blocks of Markdown in fences of backticks, as (language or empty, code without the fence's indent)."""
+    opening: re.Match[str] | None = None
     lines: list[str] = []
     for line in text.replace("\r\n", "\n").split("\n"):
-        found = re.fullmatch(FENCE, line)
-        if opened is None:
-            opened, lines = found, []
-        elif found and len(found[2]) >= len(opened[2]) and not (found[3] + found[4]).strip():
-            yield opened[3], "\n".join(lines)
-            opened = None
+        fence = re.fullmatch(FENCE, line)
+        if opening is None:
+            opening = fence
+            lines = []
+        elif fence and len(fence[2]) >= len(opening[2]) and not (fence[3] + fence[4]).strip():
+            yield opening[3], "\n".join(lines)
+            opening = None
         else:
-            lines.append(line[len(opened[1]) :] if line.startswith(opened[1]) else line)
+            lines.append(line.removeprefix(opening[1]))
 
 
-def _is_piece(code: str) -> bool:
-    lines = sum(bool(line.strip()) for line in code.split("\n"))
-    return CODE_LINES[0] <= lines <= CODE_LINES[1] and len(code) <= CODE_CHARACTERS
+def _has_code_length(code: str) -> bool:
+    """True if a block of code is neither too short nor too long."""
+    num_lines = sum(bool(line.strip()) for line in code.split("\n"))
+    return CODE_LINES[0] <= num_lines <= CODE_LINES[1] and len(code) <= CODE_CHARACTERS
 
 
 def _beginnings(code: str) -> list[str]:
-    """Signatures of the Python functions of ``code`` that are no methods, with their docstrings; none of what
-    does not parse, and none of a function whose body has too few lines or begins beside its signature."""
+    """Signatures of the Python functions in ``code``, with their docstrings.
+
+    Methods are left out, and functions whose body has too few lines or begins on the line of the signature.
+    Empty if ``code`` is not Python.
+    """
     try:
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
             body = ast.parse(code).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two: nested too deeply
         return []
-    lines, found = re.split(r"\r\n?|\n", code), []
+
+    lines = re.split(r"\r\n?|\n", code)
+    found = []
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        statements = node.body[1:] if ast.get_docstring(node) is not None else node.body
-        rest = [line for each in statements for line in range(_first_line(each), (each.end_lineno or 0) + 1)]
-        first = _first_line(node.body[0])
-        stands_alone = lines[first - 1][: node.body[0].col_offset].isspace()
-        if stands_alone and len(set(rest)) >= LEAST_BODY:
-            found.append("\n".join(lines[_first_line(node) - 1 : rest[0] - 1]).rstrip())
+
+        # Lines of the body after the docstring.
+        statements = node.body
+        if ast.get_docstring(node) is not None:
+            statements = node.body[1:]
+        body_lines: list[int] = []
+        for statement in statements:
+            body_lines += range(_first_line(statement), (statement.end_lineno or 0) + 1)
+
+        # The body must begin on a line of its own.
+        first = node.body[0]
+        before = lines[_first_line(first) - 1][: first.col_offset]
+        if before.isspace() and len(set(body_lines)) >= LEAST_BODY:
+            found.append("\n".join(lines[_first_line(node) - 1 : body_lines[0] - 1]).rstrip())
     return found
 
 
 def _first_line(node: ast.stmt) -> int:
-    """The line of a statement's beginning, its decorators included."""
-    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    """Number of the first line of a statement with its decorators, from 1."""
+    decorators = getattr(node, "decorator_list", ())
+    return min([node.lineno, *(each.lineno for each in decorators)])
 
 
-def _has_length(text: str, words: tuple[int, int]) -> bool:
-    return words[0] <= len(text.split()) <= words[1]
+def _has_length(text: str, limits: tuple[int, int]) -> bool:
+    """True if the number of words is within ``limits``."""
+    return limits[0] <= len(text.split()) <= limits[1]
 
 
 def _is_prose(text: str) -> bool:
-    """True of text without markup, code, links or lists that ends as a sentence does."""
+    """True for text that begins and ends as a sentence does, without markup, code, links or lists."""
     return text[-1:] in ".!?" and text[:1].isupper() and not re.search(r"[`|{}<>=*#\[\]\\_]|https?:", text)
 
 
 def _language(text: str) -> str:
-    """The language whose stop words are frequent in ``text``, or nothing."""
+    """Language of ``text`` by the share of its stop words; empty if no share is large enough."""
     words = re.findall(r"[^\W\d_]+", text.lower())
     if not words:
         return ""
-    shares = {
-        language: sum(word in stops.split() for word in words) / len(words)
-        for language, stops in STOP_WORDS.items()
-    }
+    shares = {}
+    for language, stops in STOP_WORDS.items():
+        stop_words = stops.split()
+        shares[language] = sum(word in stop_words for word in words) / len(words)
     best = max(shares, key=lambda language: shares[language])
     return best if shares[best] >= LANGUAGE_SHARE else ""
+
+
+# ---- Makers of prompts: material, earlier passages and a generator -> a prompt, or an empty text
 
 
 def _about_passage(wordings: tuple[str, ...]) -> Callable[[Material, deque[str], random.Random], str]:
     """A maker of prompts of ``wordings`` about one English passage."""
 
     def make(material: Material, earlier: deque[str], rng: random.Random) -> str:
-        texts = [text for text, language in material.passages if language == "English"]
+        texts = _english(material)
         if not texts:
             return ""
-        return rng.choice(wordings).format(text=rng.choice(texts), count=rng.randint(1, 4))
+        wording = rng.choice(wordings)
+        text = rng.choice(texts)
+        return wording.format(text=text, count=rng.randint(1, 4))
 
     return make
 
 
+def _english(material: Material) -> list[str]:
+    """English passages."""
+    return [text for text, language in material.passages if language == "English"]
+
+
 def _translate(material: Material, earlier: deque[str], rng: random.Random) -> str:
-    """A sentence of another language into English where there is one, else an English one into another."""
-    foreign = [one for one in material.sentences if one[1] != "English"]
+    """Translation of a sentence into English, or of an English sentence if there is no other."""
     if not material.sentences:
         return ""
+    foreign = [sentence for sentence in material.sentences if sentence[1] != "English"]
     text, language = rng.choice(foreign or material.sentences)
     to = "English" if foreign else rng.choice(LANGUAGES)
     return rng.choice(TRANSLATE).format(source=language, to=to, text=text)
 
 
 def _retrieve(material: Material, earlier: deque[str], rng: random.Random) -> str:
-    own = [text for text, language in material.passages if language == "English"]
+    """The conversation's question, behind a passage of its reply among others."""
+    own = _english(material)
     if not own or not material.question or len(earlier) < PASSAGES - 1:
         return ""
     passages = [rng.choice(own), *rng.sample(list(earlier), PASSAGES - 1)]
@@ -273,10 +337,15 @@ def _retrieve(material: Material, earlier: deque[str], rng: random.Random) -> st
 
 
 def _complete(material: Material, earlier: deque[str], rng: random.Random) -> str:
-    return rng.choice(COMPLETE).format(text=rng.choice(material.functions)) if material.functions else ""
+    """Completion of a Python function."""
+    if not material.functions:
+        return ""
+    wording = rng.choice(COMPLETE)
+    return wording.format(text=rng.choice(material.functions))
 
 
 def _code(material: Material, earlier: deque[str], rng: random.Random) -> str:
+    """A task about a block of code."""
     if not material.code:
         return ""
     language, text = rng.choice(material.code)
@@ -284,16 +353,30 @@ def _code(material: Material, earlier: deque[str], rng: random.Random) -> str:
 
 
 def _question(material: Material, earlier: deque[str], rng: random.Random) -> str:
+    """The conversation's question."""
     return material.question
 
 
 def _problem(material: Material, earlier: deque[str], rng: random.Random) -> str:
-    """A word problem whose answer is a whole number of zero or more."""
+    """A word problem whose answer is a whole number, zero or more."""
     name, other = rng.sample(NAMES, 2)
-    a, b, c, d = rng.randint(12, 60), rng.randint(2, 6), rng.randint(3, 12), rng.randint(2, 11)
-    numbers = {"a": a, "b": b, "c": c, "d": d, "even": 4 * a, "big": 100, "speed": 5 * a}
-    numbers |= {"sum": c * rng.randint(2, 15) + d, "percent": 25 * rng.randint(1, 3)}
-    return rng.choice(PROBLEMS).format(name=name, other=other, thing=rng.choice(THINGS), **numbers)
+    a = rng.randint(12, 60)
+    b = rng.randint(2, 6)
+    c = rng.randint(3, 12)
+    d = rng.randint(2, 11)
+    numbers = {
+        "a": a,
+        "b": b,
+        "c": c,
+        "d": d,
+        "even": 4 * a,
+        "big": 100,
+        "speed": 5 * a,
+        "sum": c * rng.randint(2, 15) + d,
+        "percent": 25 * rng.randint(1, 3),
+    }
+    wording = rng.choice(PROBLEMS)
+    return wording.format(name=name, other=other, thing=rng.choice(THINGS), **numbers)
 
 
 CATEGORIES: dict[str, Callable[[Material, deque[str], random.Random], str]] = {
@@ -307,5 +390,6 @@ CATEGORIES: dict[str, Callable[[Material, deque[str], random.Random], str]] = {
     "completion": _complete,
     "code": _code,
 }
-"""Makers of prompts: given material, earlier passages and a generator, a prompt or nothing."""
+"""Name of a category -> maker of its prompts."""
 WITHOUT_TEXT = "mathematics"
+"""Category whose prompts need no material."""

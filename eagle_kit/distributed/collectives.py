@@ -1,7 +1,7 @@
-"""Collectives of processes that share a model by tensor parallelism, and messages of the first of them.
+"""Collectives of processes that share a model by tensor parallelism, and messages of rank 0 to the others.
 
-Tensors go over ``gloo`` on a CPU. On GPUs, sums of few bytes in bf16 and fp32 are torch's one-shot all-reduce
-over symmetric memory where all ranks have it, everything else is NCCL's. On a CPU each collective is one
+Tensors go over ``gloo`` on a CPU. On GPUs, small sums in bf16 and fp32 use torch's one-shot all-reduce over
+symmetric memory where all ranks have it; all other collectives are NCCL's. On a CPU each collective is one
 custom op, so that recorded cycles contain it (:mod:`~eagle_kit.ops.cpu.guards`).
 
 Legend: R ranks.
@@ -28,22 +28,23 @@ from eagle_kit.ops.cpu.guards import library
 
 FOREVER = timedelta(days=365)
 START_TIMEOUT = timedelta(minutes=30)
-"""Time to come, and to load what ranks load: some may read slower."""
+"""Time for all ranks to start and to load their part of the model; some may read more slowly than others."""
 SPIN_S = 200e-6
-"""Seconds for which an event of the device is looked at without sleep, which is longer than a short wait."""
+"""Seconds for which an event of the device is polled without sleep, so that short waits end at once."""
 POLL_S = 20e-6
-"""Seconds to sleep between two looks from then on; the system adds its own, on Linux some 50 microseconds."""
+"""Seconds of sleep between two polls after that; the system adds its own, on Linux some 50 microseconds."""
 CLOSE_S = 5.0
-"""Seconds to leave a group with a lost rank: work on a GPU may wait for it for ever."""
+"""Seconds to leave a group with a lost rank: work on a GPU may wait for that rank for ever."""
 INLINE_BYTES = 1024
-"""Size of the buffer that begins a message: short ones are sent in it."""
+"""Size of the first buffer of a message. A short message is sent in it."""
 ONE_SHOT_BYTES = 256 * 1024
-"""Largest sum by the one-shot all-reduce, which reads everything of every rank: larger ones go to NCCL."""
-ONE_SHOT_DTYPES = torch.bfloat16, torch.float32
-"""Those that it exists for."""
+"""Largest sum by the one-shot all-reduce, in which every rank reads all of every rank; NCCL takes larger
+ones."""
+ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+"""Dtypes that the one-shot all-reduce takes."""
 
-OWN_ERRORS = torch.AcceleratorError, torch.OutOfMemoryError
-"""Errors of a rank's own device, which say nothing of others."""
+OWN_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError)
+"""Errors of a rank's own device: they do not mean that another rank is lost."""
 
 _numbers = itertools.count()
 _ranks: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
@@ -56,7 +57,7 @@ class Share(NamedTuple):
     size: int
 
     def of(self, count: int) -> range:
-        """Its numbers of ``count`` things: contiguous, nearly equal parts."""
+        """Indices of this rank among ``count``: contiguous, of nearly equal number on every rank."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
 
@@ -64,23 +65,28 @@ class Ranks:
     """This process among those that share a model. All of them make the same calls in the same order.
 
     Args:
-        rank, size: number of this process, and how many there are.
+        rank, size: number of this process, and number of processes.
         device: of the tensors.
-        timeout_s: seconds after which a process that does not answer is given up.
+        timeout_s: seconds after which a process that does not answer counts as lost.
 
     Attributes:
         volume: bytes that this rank has given to collectives, by kind (``sum``, ``stack``, ``first``); only
             calls from Python count, not replays of CUDA graphs.
-        lost: why the group is of no use any more; None while it is.
+        lost: why the group cannot be used any more; None while it can.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        self.rank, self.size, self.device, self.timeout_s = rank, size, device, timeout_s
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.timeout_s = timeout_s
         self.volume: Counter[str] = Counter()
         self.lost: str | None = None
+
+        # Groups for tensors, for messages of rank 0, and for calls to which ranks may come late.
         timeout = timedelta(seconds=timeout_s)
         self._data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        # The first process may have nothing to say for days.
+        # The others wait for a message of rank 0 for as long as it takes: there may be none for days.
         self._control = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
         self._slow = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
         self._one_shot_buffers = self._make_buffers() if device.type == "cuda" else {}
@@ -89,15 +95,15 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True for the process that takes requests and whose choices all follow."""
+        """True for rank 0, which takes requests and whose choices all ranks follow."""
         return self.rank == 0
 
     @property
     def share(self) -> Share:
-        """Its part of what is cut."""
+        """This rank's part of what is divided among all."""
         return Share(self.rank, self.size)
 
-    # Of tensors
+    # Collectives of tensors.
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of every rank's ``x``, which may hold the sum afterwards."""
@@ -112,12 +118,15 @@ class Ranks:
         return self._on_device("of_first", x)
 
     def join(self, x: torch.Tensor, count: int, dim: int = -1) -> torch.Tensor:
-        """Every rank's part ``x`` of ``count`` along ``dim``, one after another; rows (``dim`` 0) without
-        another copy where all have equally many."""
+        """Concatenate every rank's part ``x`` of ``count`` along ``dim``."""
         dim %= x.ndim
         widths = [len(Share(rank, self.size).of(count)) for rank in range(self.size)]
+
+        # Rows of equally many on every rank are concatenated already.
         if dim == 0 and min(widths) == max(widths):
             return self.stack(x).flatten(0, 1)
+
+        # Otherwise every part is padded to the widest one, and cut to its width afterwards.
         padding = [0, 0] * (x.ndim - 1 - dim) + [0, max(widths) - x.shape[dim]]
         parts = self.stack(torch.nn.functional.pad(x, padding)).unbind(0)
         return torch.cat([part.narrow(dim, 0, width) for part, width in zip(parts, widths, strict=True)], dim)
@@ -131,22 +140,22 @@ class Ranks:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.nbytes <= ONE_SHOT_BYTES and x.dtype in self._one_shot_buffers:
             return self._one_shot(x)
-        # On a GPU a sum of a prompt is hundreds of megabytes, so it is made in place.
+        # On a GPU a sum of a prompt is hundreds of megabytes, so it is computed in place.
         total = x.contiguous() if x.is_cuda else x.clone(memory_format=torch.contiguous_format)
         self._run("sum", x, lambda: dist.all_reduce(total, group=self._data))
         return total
 
     def _one_shot(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over symmetric memory."""
-        mine = self._one_shot_buffers[x.dtype][: x.numel()]
-        mine.copy_(x.reshape(-1))
+        buffer = self._one_shot_buffers[x.dtype][: x.numel()]
+        buffer.copy_(x.reshape(-1))
         self.volume["sum"] += x.nbytes
-        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._data.group_name)
+        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._data.group_name)
         return total.view(x.shape)
 
     def _make_buffers(self) -> dict[torch.dtype, torch.Tensor]:
-        """Make the buffers of the one-shot all-reduce on all ranks; none where one of them cannot have it: an
-        older torch, or GPUs that cannot read each other's memory."""
+        """Make the buffers of the one-shot all-reduce on all ranks. None are made if one rank has an older
+        torch, or if GPUs cannot read each other's memory."""
         from torch.distributed import _symmetric_memory as symmetric
 
         buffers: dict[torch.dtype, torch.Tensor] = {}
@@ -156,16 +165,18 @@ class Ranks:
                 count = ONE_SHOT_BYTES // dtype.itemsize
                 buffers[dtype] = symmetric.empty(count, dtype=dtype, device=self.device)
 
-        def meet() -> None:
+        def exchange() -> None:
             for buffer in buffers.values():
                 symmetric.rendezvous(buffer, self._data.group_name)
 
         if not all(self.all(hasattr(torch.ops.symm_mem, "one_shot_all_reduce"))):
             return {}
-        return buffers if self._can_all(allocate) and self._can_all(meet) else {}
+        if self._can_all(allocate) and self._can_all(exchange):
+            return buffers
+        return {}
 
     def _can_all(self, work: Callable[[], None]) -> bool:
-        """Whether every rank can do ``work``."""
+        """Call ``work``; return whether it succeeded on every rank."""
         try:
             work()
         except RuntimeError as error:
@@ -174,73 +185,81 @@ class Ranks:
         return all(self.all(True))
 
     def _stack(self, x: torch.Tensor) -> torch.Tensor:
-        all_of_them = x.new_empty(self.size, *x.shape)
-        parts = list(all_of_them.unbind(0))
+        stacked = x.new_empty(self.size, *x.shape)
+        parts = list(stacked.unbind(0))
         self._run("stack", x, lambda: dist.all_gather(parts, x.contiguous(), group=self._data))
-        return all_of_them
+        return stacked
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
-        given = x.clone(memory_format=torch.contiguous_format)
-        self._run("first", x, lambda: dist.broadcast(given, 0, group=self._data))
-        return given
+        received = x.clone(memory_format=torch.contiguous_format)
+        self._run("first", x, lambda: dist.broadcast(received, 0, group=self._data))
+        return received
 
     def _run(self, kind: str, x: torch.Tensor, collective: Callable[[], Any]) -> None:
+        """Call a collective of ``x``, counted as ``kind``."""
         self.volume[kind] += x.nbytes
         with self._watched():
             collective()
 
     def wait_for(self, event: "torch.cuda.Event") -> None:
-        """Wait for work on the device, which may wait for a rank that never comes.
+        """Wait for work on the device that may itself wait for another rank.
 
         Raises:
-            RankLost: it was not done in time, or a rank is lost.
+            RankLost: the work was not done in time, or a rank is lost.
         """
         start = time.monotonic()
         while not event.query():
             waited = time.monotonic() - start
             if waited > self.timeout_s:
-                self.lose(_silent(self.timeout_s))
+                self.lose(_timeout_message(self.timeout_s))
             if self.lost is not None:
                 raise RankLost(self.lost)
             if waited >= SPIN_S:
                 time.sleep(POLL_S)
 
-    # Of the host
+    # Messages between hosts, which are pickled.
 
     def broadcast(self, message: Any) -> None:
-        """Send a message, which is pickled, from rank 0 to all others, which :meth:`receive` it."""
+        """Send a message from rank 0 to all others, which :meth:`receive` it."""
         assert self.is_first
-        self._say(message)
+        self._broadcast(message)
 
     def receive(self) -> Any:
         """Wait for the next message of rank 0, for as long as it takes."""
         assert not self.is_first
-        return self._say(None)
+        return self._broadcast(None)
 
     def agree(self, value: Any) -> Any:
-        """``value`` of the first rank, which is pickled."""
-        return self._say(value)
+        """``value`` of rank 0; every rank calls it."""
+        return self._broadcast(value)
 
     def all(self, value: Any) -> list[Any]:
-        """``value`` of every rank, which is pickled; ranks may take long to come here."""
-        found: list[Any] = [None] * self.size
+        """``value`` of every rank; ranks may call it up to ``START_TIMEOUT`` apart."""
+        values: list[Any] = [None] * self.size
         with self._watched(START_TIMEOUT.total_seconds()):
-            dist.all_gather_object(found, value, group=self._slow)
-        return found
+            dist.all_gather_object(values, value, group=self._slow)
+        return values
 
     def together(self, work: Callable[[], Any]) -> Any:
-        """Result of ``work``, which every rank does; where one fails, all raise its error."""
-        result, error = None, None
+        """Call ``work`` on every rank and return its result. If one fails, every rank raises an error: its
+        own, or that of the first rank that failed."""
+        result: Any = None
+        own_error: Exception | None = None
         try:
             result = work()
         except Exception as raised:  # it is raised below
-            error = raised
-        failed = next((each for each in self.all(_portable(error)) if each is not None), None)
-        if (first := error or failed) is not None:
-            raise first
+            own_error = raised
+        errors = self.all(_portable(own_error))
+        if own_error is not None:
+            raise own_error
+        for error in errors:
+            if error is not None:
+                raise error
         return result
 
-    def _say(self, message: Any) -> Any:
+    def _broadcast(self, message: Any) -> Any:
+        """Send ``message`` of rank 0 -> the message, on every rank."""
+        # The first buffer has the number of bytes, and as many of them as fit.
         buffer = torch.zeros(INLINE_BYTES, dtype=torch.uint8)
         body = b""
         if self.is_first:
@@ -251,17 +270,19 @@ class Ranks:
             dist.broadcast(buffer, 0, group=self._control)
         head = buffer.numpy().tobytes()
         count = int.from_bytes(head[:8], "little")
-        told = head[8 : 8 + count]
+        received = head[8 : 8 + count]
+
+        # A longer message is sent again, in a buffer of its size.
         if count > INLINE_BYTES - 8:
-            rest = torch.frombuffer(bytearray(body or bytes(count)), dtype=torch.uint8)
+            whole = torch.frombuffer(bytearray(body or bytes(count)), dtype=torch.uint8)
             with self._watched():
-                dist.broadcast(rest, 0, group=self._control)
-            told = rest.numpy().tobytes()
-        return message if self.is_first else pickle.loads(told)
+                dist.broadcast(whole, 0, group=self._control)
+            received = whole.numpy().tobytes()
+        return message if self.is_first else pickle.loads(received)
 
     @contextmanager
     def _watched(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Turn errors of a collective into one of people's words, but for those of this rank's own device.
+        """Raise RankLost in place of the errors of a collective, except those of this rank's own device.
 
         Args:
             timeout_s: of the collective; default that of the ranks.
@@ -275,31 +296,34 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             text = str(error).lower()
             if "timed out" in text or "timeout" in text:
-                self.lose(_silent(timeout_s or self.timeout_s))
+                self.lose(_timeout_message(timeout_s or self.timeout_s))
             else:
                 self.lose("A rank has ended.")
             raise RankLost(self.lost) from error
 
     def lose(self, why: str) -> None:
-        """Mark the group as lost: every call from now on says why, also one that waits for the device. The
-        first reason stays. Any thread may call it."""
+        """Mark the group as lost: every call from now on raises RankLost with this reason, also one that
+        waits for the device. The first reason stays. Any thread may call it."""
         self.lost = self.lost or why
 
     def give_up(self, why: str) -> None:
-        """Leave the others, who find out when they wait for a message; every call from now on says why."""
+        """Leave the other ranks, whose wait for a message then fails. Every call from now on raises RankLost
+        with this reason."""
         self.lost = why
         with contextlib.suppress(Exception):  # of a group that is broken already
             dist.destroy_process_group(self._control)
 
     def close(self) -> None:
-        """Leave the group; where others wait for this rank, they find out."""
-        is_whole = self.lost is None
+        """Leave the group; collectives of other ranks that wait for this one then fail."""
+        was_lost = self.lost is not None
         self.lose("The group was closed.")
-        for name in ("_data", "_control", "_slow"):  # connections end with the last that knows of them
+        for name in ("_data", "_control", "_slow"):  # a connection ends with the last reference to its group
             vars(self).pop(name, None)
-        if is_whole:
+        if not was_lost:
             _destroy()
             return
+
+        # A lost rank may block the end of the group.
         leaving = threading.Thread(target=_destroy, daemon=True)
         leaving.start()
         leaving.join(CLOSE_S)
@@ -310,15 +334,15 @@ def _destroy() -> None:
         dist.destroy_process_group()
 
 
-def _silent(timeout_s: float) -> str:
+def _timeout_message(timeout_s: float) -> str:
     return f"A rank has not answered for {in_seconds(timeout_s)}."
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error, or one of its words where it cannot be pickled."""
+    """The error, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does not like
+    except Exception:  # a class may raise anything here
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
@@ -335,8 +359,8 @@ def connect(
 
     Args:
         rank, size, device, timeout_s: of :class:`Ranks`.
-        address: such as ``tcp://127.0.0.1:29500``; default that of the environment that ``torchrun`` gives.
-        meeting: time until all are there.
+        address: such as ``tcp://127.0.0.1:29500``; default that of the environment that ``torchrun`` sets.
+        meeting: time within which all processes must have joined.
     """
     if not dist.is_initialized():
         dist.init_process_group(

@@ -2,14 +2,14 @@
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.drafts.base.autoregressive import AutoregressiveDrafter
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import Drafter
 from eagle_kit.drafts.base.sampled import SampledDrafter
-from eagle_kit.drafts.base.sampled_ready import SampledBlockDrafter, SampledMaskedDrafter
-from eagle_kit.drafts.dflash.drafter import BlockDrafter
+from eagle_kit.drafts.dflash.drafter import BlockDrafter, SampledBlockDrafter
 from eagle_kit.drafts.eagle1.static_tree import SampledStaticDrafter, StaticDrafter
 from eagle_kit.drafts.mtp.drafter import ModulesDrafter
-from eagle_kit.drafts.p_eagle.drafter import MaskedDrafter
+from eagle_kit.drafts.p_eagle.drafter import MaskedDrafter, SampledMaskedDrafter
 from eagle_kit.models.draft_head import StepForm
 
 
@@ -22,6 +22,12 @@ def drafter_class(model: DraftModel, config: EngineConfig) -> type[Drafter]:
     """
     is_sampled = config.sampled_drafts
 
+    # EAGLE heads and whole models: a forward of the draft for each depth.
+    if model.step_form is StepForm.FED_BACK:
+        if config.tree == "static":
+            return SampledStaticDrafter if is_sampled else StaticDrafter
+        return SampledDrafter if is_sampled else AutoregressiveDrafter
+
     # Drafts that make the candidates of all depths during draft-extend.
     if model.step_form is StepForm.MODULES:
         _check_options(config, f"{model.num_modules} modules", has_sampled=False)
@@ -29,14 +35,8 @@ def drafter_class(model: DraftModel, config: EngineConfig) -> type[Drafter]:
     if model.step_form is StepForm.MASKED:
         _check_options(config, "masks for its later steps", has_sampled=True)
         return SampledMaskedDrafter if is_sampled else MaskedDrafter
-    if model.step_form is StepForm.BLOCK:
-        _check_options(config, "blocks", has_sampled=True)
-        return SampledBlockDrafter if is_sampled else BlockDrafter
-
-    # Drafts that run once for each depth.
-    if config.tree == "static":
-        return SampledStaticDrafter if is_sampled else StaticDrafter
-    return SampledDrafter if is_sampled else Drafter
+    _check_options(config, "blocks", has_sampled=True)
+    return SampledBlockDrafter if is_sampled else BlockDrafter
 
 
 def _check_options(config: EngineConfig, parts: str, *, has_sampled: bool) -> None:

@@ -39,7 +39,7 @@ OTHERS = {
     "vispec": "a ViSpec draft, which compresses images",
     "multimodaleagle": "an MSD draft, which reads images",
     "kimik3eagle3": "a draft with Kimi K3's layer, whose attention is gated and rotates nothing",
-    "llamaeagledraftmodel": "an EAGLE-1 draft of NeMo, with a norm in front of its layer and one behind it",
+    "llamaeagledraftmodel": "an EAGLE-1 draft of NeMo, with a norm in front of its layer and one after it",
     **dict.fromkeys(
         (
             "gemma4dspark",

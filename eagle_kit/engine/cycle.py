@@ -1,8 +1,15 @@
 """Decode cycle: propose -> verify -> accept -> commit -> draft-extend.
 
-A function of fixed shapes from device tensors to device tensors. It writes the key-value stores and nothing
-else, and no tensor is read on the host (on a CPU only lengths are, through guards). So the same code runs
-eagerly and as one CUDA graph. Ordinary decoding is a window of one node.
+:func:`cycle` is the whole of it. Its parts, in order:
+
+* :func:`propose`: the drafter makes the window to verify (``drafts/base``);
+* :func:`run_target`: the target runs over all nodes of the window;
+* :func:`accept_and_commit`: the verifier accepts a path, and its keys go from the scratch to the pool;
+* :func:`draft_extend`: the draft runs over the emitted tokens, and makes the next draft state.
+
+A function of fixed shapes from device tensors to device tensors. It writes the key-value stores and the
+recurrent states and nothing else, and no tensor is read on the host (on a CPU only lengths are, through
+guards). So the same code runs eagerly and as one CUDA graph. Ordinary decoding is a window of one node.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -25,7 +32,7 @@ from eagle_kit.ops.accept import Accepted, Outcome, accept_greedy, outcome
 from eagle_kit.ops.backend import uses_triton
 from eagle_kit.ops.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.ops.tree_build import Tree
-from eagle_kit.verify.decide import decide
+from eagle_kit.verify.accept_window import accept_window
 from eagle_kit.verify.proposal import Deterministic, DraftOutput
 from eagle_kit.verify.verifiers import TargetOnly, Verifier
 
@@ -37,13 +44,13 @@ class CycleModels(NamedTuple):
         target: the model that verifies.
         kv: the target's key-value store.
         drafter: the draft model with its store; None in ordinary decoding.
-        states: states of the target's recurrent layers; None if it has none.
+        recurrent_states: states of the target's recurrent layers; None if it has none.
     """
 
     target: Target
     kv: PagedStore
     drafter: Drafter | None = None
-    states: StatePool | None = None
+    recurrent_states: StatePool | None = None
 
 
 class CycleSettings(NamedTuple):
@@ -56,7 +63,7 @@ class CycleSettings(NamedTuple):
         num_logprobs: alternatives to report for every emitted token; None reports no log-probabilities.
         verifier: verifier of the drafts of requests that sample, sound for the drafter's proposals.
         candidate_spec: candidates of the draft state that the cycle makes; None takes those of ``shape``.
-        reads_confidence: True if the cycle emits the draft's confidence.
+        needs_confidence: True if the cycle emits the draft's confidence.
     """
 
     shape: SpecShape
@@ -64,7 +71,7 @@ class CycleSettings(NamedTuple):
     num_logprobs: int | None = None
     verifier: Verifier = TargetOnly()
     candidate_spec: CandidateSpec | None = None
-    reads_confidence: bool = False
+    needs_confidence: bool = False
 
 
 class Logprobs(NamedTuple):
@@ -117,7 +124,7 @@ class CycleOutput(NamedTuple):
     pending: PendingTokens | None = None
 
 
-class WindowRead(NamedTuple):
+class WindowOutput(NamedTuple):
     """Output of the target over the nodes of a window.
 
     Attributes:
@@ -195,13 +202,13 @@ def finish_cycle(
     drafter = models.drafter
     pending = None
     if drafter is not None and defers_draft(drafter, settings):
-        states = drafter.model.states(verified.out)
-        pending = PendingTokens(states[:, None], emitted.tokens, emitted.num_emitted)
+        hidden_states = drafter.model.target_hidden_states(verified.out)
+        pending = PendingTokens(hidden_states[:, None], emitted.tokens, emitted.num_emitted)
         drafter = None
 
     # Run the draft over the emitted tokens.
     next_state = draft_extend(drafter, state, verified, settings)
-    if settings.reads_confidence and drafter is not None and next_state.draft is not None:
+    if settings.needs_confidence and drafter is not None and next_state.draft is not None:
         emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
     return CycleOutput(next_state, emitted, verified.counts, pending)
 
@@ -220,47 +227,51 @@ def verify_and_commit(
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Run the target over the window, accept a path, and commit it to the pool."""
-    read = read_window(models, state, window.tree, settings)
-    return accept_and_commit(models, state, window, read, settings, sampling, allowed)
+    output = run_target(models, state, window.tree, settings)
+    return accept_and_commit(models, state, window, output, settings, sampling, allowed)
 
 
-def read_window(models: CycleModels, state: CycleState, tree: Tree, settings: CycleSettings) -> WindowRead:
+def run_target(models: CycleModels, state: CycleState, tree: Tree, settings: CycleSettings) -> WindowOutput:
     """Run the target over the nodes of the windows."""
     out, attend = _forward(models, tree, state, settings.num_columns)
-    return WindowRead(out, attend, models.target.local_logits(out.hidden))
+    return WindowOutput(out, attend, models.target.local_logits(out.hidden))
 
 
 def accept_and_commit(
     models: CycleModels,
     state: CycleState,
     window: DraftOutput,
-    read: WindowRead,
+    output: WindowOutput,
     settings: CycleSettings,
     sampling: SamplingBatch | None = None,
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Accept a path of a window that the target has run over, and commit it to the pool."""
-    out, attend, logits = read
+    out, attend, logits = output
     steps = settings.shape.steps
     seq_lens = state.seq_lens
     ranks = models.target.ranks
     size = len(state.roots)
 
-    # Accept. Greedy verification needs the most likely tokens only, which are cheaper to gather from ranks.
+    # Accept. If all requests are greedy, only the most likely token after each node is needed: with several
+    # ranks each sends its best one. On one GPU a kernel of `accept_window` finds them.
     is_greedy = sampling is None and allowed is None and settings.num_logprobs is None
     if is_greedy and (ranks is not None or not uses_triton(logits)):
         best = agree_most_likely(models.target, logits)
-        predicted = best.tokens.unflatten(0, (size, -1))
+        predicted = best.tokens.unflatten(0, (size, -1))  # [B, N]
         accepted = accept_greedy(predicted, window.tree.tokens, window.tree.parents, steps)
-        logits = best.values.float().unflatten(0, (size, -1))
+        largest_logits = best.values.float().unflatten(0, (size, -1)).amax(-1)  # [B, N]
     else:
-        logits = models.target.whole_logits(logits.unflatten(0, (size, -1)))
-        accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
+        logits = models.target.whole_logits(logits.unflatten(0, (size, -1)))  # [B, N, V]
+        accepted = accept_window(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
+        largest_logits = logits.amax(-1)  # [B, N]
     accepted = agree_path(accepted, ranks)
-    after = outcome(logits, accepted, state.active, seq_lens)
+    after = outcome(largest_logits, accepted, state.active, seq_lens)
     num_emitted = after.num_emitted
 
-    # Commit the keys, values and recurrent states of the path.
+    # Commit keys, values and recurrent states of the root and of the accepted drafts. They are as many nodes
+    # as tokens are emitted: the root is in the place of the bonus token, which is the next root and has no
+    # entry in the target's pool yet.
     if isinstance(models.kv, DataParallelLatents):
         shard = _shard_of(state)
         models.kv.shard_commit_window(shard, state.page_table, accepted.path, seq_lens, num_emitted)
@@ -315,9 +326,9 @@ def _forward(
         attend = models.kv.shard_window_attend(_shard_of(state), table, lens, ancestors, num_columns)
     else:
         attend = models.kv.window_attend(table, lens, ancestors, n, num_columns)
-    if models.states is not None:
-        assert state.slots is not None, "recurrent layers need the slots of their states"
-        attend = models.states.window(attend, state.slots, tree.ancestors)
+    if models.recurrent_states is not None:
+        assert state.slot_ids is not None, "recurrent layers need the slots of their states"
+        attend = models.recurrent_states.window(attend, state.slot_ids, tree.ancestors)
 
     # The forward. A window of one node is its root, at depth 0.
     positions = state.seq_lens if n == 1 else (state.seq_lens[:, None] + tree.depths).view(-1)

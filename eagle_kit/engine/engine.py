@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.autotune.policy import Choice, ShapePolicy
+from eagle_kit.autotune.policy import ShapeChoice, ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason
@@ -48,7 +48,20 @@ sheets."""
 
 @dataclass
 class EngineTotals:
-    """Counters since the engine was made; they only grow."""
+    """Counters since the engine was made; they only grow.
+
+    Attributes:
+        num_steps: steps of the engine.
+        num_prompt_tokens: tokens of all prompts whose prefill has begun.
+        num_cached_prompt_tokens: those of them that the prefix cache held.
+        num_generated_tokens: tokens of replies.
+        num_preemptions: times that a request gave way to another.
+        num_finished: ended requests, by reason.
+        num_drafts: verifies of at least one draft token, as in vLLM.
+        num_draft_tokens: draft tokens that were verified.
+        spec: acceptance of the drafts.
+        shapes: cycles in each shape.
+    """
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -68,12 +81,12 @@ class _End(NamedTuple):
     Attributes:
         num_tokens: number of new tokens up to it, itself included.
         reason: why the reply ends.
-        is_shown: True if the token is part of the text.
+        is_text: True if the token is part of the text.
     """
 
     num_tokens: int
     reason: FinishReason
-    is_shown: bool
+    is_text: bool
 
 
 class Engine:
@@ -140,11 +153,14 @@ class Engine:
 
         # Launched results, the oldest first, and requests with new tokens since the last step.
         self._in_flight: deque[Results] = deque()
-        self._news: dict[Request, None] = {}
+        self._updated: dict[Request, None] = {}
 
-        # Counters, and the time at which the last cycle ended.
+        # Counters. Tokens that are not in the totals yet: how many are new, how many of them were drafted
+        # (None where nothing was), and how many draft tokens were verified.
         self.totals = EngineTotals()
         self._counted: list[tuple[int, int | None, int]] = []
+
+        # Time of the last cycle's end, and whether the step after it may measure the time of a cycle.
         self._clock = time.perf_counter()
         self._is_timing = False
 
@@ -202,9 +218,9 @@ class Engine:
 
         # The runner. Pages that were written without a draft lack its keys, so the prefix cache is emptied.
         did_speculate = bool(self.runner.steps)
-        reads_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
+        needs_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
         by_size = {size: shapes.shapes_at(size) for size in self.config.batch_sizes}
-        self.runner.use_shape(shapes.shapes, reads_confidence=reads_confidence, by_size=by_size)
+        self.runner.use_shape(shapes.shapes, needs_confidence=needs_confidence, by_size=by_size)
         if bool(self.runner.steps) != did_speculate:
             self.page_pool.clear()
         self.shapes = shapes
@@ -215,7 +231,7 @@ class Engine:
         size = sum(weight.numel() for weight in self.target.parameters())
         costs = {
             "attention_cost": 2 * model.num_heads * model.head_dim * len(self.target.variants) / size,
-            "reading_cost": READING_COST * self.runner.kv.numbers_per_token / size,
+            "reading_cost": READING_COST * self.runner.kv.values_per_token / size,
             "weights_cost": WEIGHTS_COST[self.runner.device.type],
         }
         if self.target.ranks is not None:
@@ -226,8 +242,8 @@ class Engine:
         self.scheduler = Scheduler(
             self.page_pool,
             self.config,
-            room=self.config.room(self.runner.steps),
-            needs_last=drafter is not None,
+            num_lookahead_tokens=self.config.num_lookahead_tokens(self.runner.steps),
+            has_draft=drafter is not None,
             lookback=0 if drafter is None else drafter.lookback,
             **costs,
         )
@@ -242,7 +258,7 @@ class Engine:
         if self.graphs_in_use is None:
             self._graphs = {None: self.runner.graphs}
         if name not in self._graphs:
-            self._graphs[name] = GraphRunner("off") if name == "off" else self._graphs[None].anew()
+            self._graphs[name] = GraphRunner("off") if name == "off" else self._graphs[None].new_empty()
         self.runner.graphs = self._graphs[name]
         self.graphs_in_use = name
         if name is None:
@@ -262,7 +278,8 @@ class Engine:
 
     def check_tokens(self, prompt_ids: Sequence[int]) -> None:
         """Raise UserError for a prompt that can never be served in any shape."""
-        config, top = self.config, self.target.config.vocab_size
+        config = self.config
+        top = self.target.config.vocab_size
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one token.")
         if len(prompt_ids) >= config.max_context:
@@ -280,8 +297,9 @@ class Engine:
         """Raise UserError for a prompt that can never be served in the present shapes."""
         self.check_tokens(prompt_ids)
         config = self.config
-        tokens = min(len(prompt_ids) + max_tokens, config.max_context)
-        if config.num_pages_of(tokens + config.room(self.runner.steps)) > config.num_shard_pages:
+        num_tokens = min(len(prompt_ids) + max_tokens, config.max_context)
+        num_tokens += config.num_lookahead_tokens(self.runner.steps)
+        if config.num_pages_of(num_tokens) > config.num_shard_pages:
             of_rank = ""
             if config.num_shards > 1:
                 of_rank = f", {config.num_shard_pages * config.page_size} of each rank"
@@ -357,19 +375,19 @@ class Engine:
         self._finish(request, reason)
 
     def stop(self, request: Request) -> None:
-        """End a request whose text, as far as :meth:`Request.read` has made it, completes a stop text, or
-        cannot be made; others go on."""
+        """End a request if its text so far, by :meth:`Request.decode_text`, contains a stop text or could not
+        be decoded; else do nothing."""
         if request.has_stops and request.finish_reason is None:
-            self._count_read(request)
+            self._count_decoded(request)
             assert request.stream is not None
             if request.stream.stopped or request.stream.failure:
                 self.end(request, "stop")
 
     def drain(self) -> None:
-        """Drop results in flight, and unread news of aborted requests."""
+        """Drop results in flight, and what :meth:`step` would have returned of aborted requests."""
         assert not (self.scheduler.running or self.num_waiting), "requests are being served"
         self._collect_until(0)
-        self._news.clear()
+        self._updated.clear()
 
     def step(self) -> list[Request]:
         """Schedule, launch, and collect results. The calling thread's current CUDA device does not matter.
@@ -387,6 +405,7 @@ class Engine:
         plan = self.scheduler.plan()
         decoding = plan.decoding
         chunks = plan.chunks
+        # A cycle's time counts if neither this step nor the one before it has computed prompts.
         self._is_timing = self._is_timing and not plan.chunks
         self.totals.num_preemptions += len(plan.preempted)
         for request in plan.preempted:
@@ -419,9 +438,9 @@ class Engine:
         # Hand over the requests with new tokens.
         self.totals.num_steps += 1
         self._is_timing = not plan.chunks
-        news = list(self._news)
-        self._news = {}
-        return news
+        updated = list(self._updated)
+        self._updated = {}
+        return updated
 
     def _shape(self, decoding: Sequence[Request]) -> SpecShape:
         """Choose the shape of the next cycle."""
@@ -442,19 +461,24 @@ class Engine:
         """List the shapes that batches of a size may have."""
         return self.shapes.shapes_at(batch_size)
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[ShapeChoice]:
         """What the policy chooses for text like that of the last requests, by batch size; empty where shapes
         are given."""
-        if isinstance(self.shapes, ShapeTable):
+        if self._policy is None:
             return []
-        sizes = [size for size in self.config.batch_sizes if size & (size - 1) == 0]
-        return self.shapes.plan(sizes)
+        powers_of_two = [size for size in self.config.batch_sizes if size & (size - 1) == 0]
+        return self._policy.plan(powers_of_two)
 
     def reasons(self) -> list[str]:
         """Say why shapes are chosen as they are; empty where they are given."""
-        if isinstance(self.shapes, ShapeTable):
+        if self._policy is None:
             return []
-        return [*map(str, self.choices()), self.shapes.origin]
+        return [*map(str, self.choices()), self._policy.origin]
+
+    @property
+    def _policy(self) -> ShapePolicy | None:
+        """The policy that chooses shapes; None where they are given."""
+        return self.shapes if isinstance(self.shapes, ShapePolicy) else None
 
     @property
     def takes_grammars(self) -> bool:
@@ -471,15 +495,16 @@ class Engine:
                 self._collect_until(0)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        for request, *_ in chunks:
+        for chunk in chunks:
+            request = chunk.request
             if request.stats.admitted_at == 0.0:
                 request.stats.admitted_at = time.perf_counter()
                 request.stats.num_cached_tokens = request.sequence.num_shared_tokens
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
                 self.totals.num_cached_prompt_tokens += request.stats.num_cached_tokens
         self._in_flight += self.runner.prefill(chunks)
-        for request, _, stop, _ in chunks:
-            self.scheduler.mark_computed(request, stop)
+        for chunk in chunks:
+            self.scheduler.mark_computed(chunk.request, chunk.stop)
 
     @property
     def _uses_ngram(self) -> bool:
@@ -504,8 +529,7 @@ class Engine:
         # Wait for the device.
         emitted = results.copy.wait(self.target.ranks)
         now = time.perf_counter()
-        is_cycle = results.num_drafts is not None
-        if is_cycle:
+        if not results.is_prefill:
             self._note_cycle(results, now)
 
         # Read the tensors once, for all requests.
@@ -527,19 +551,19 @@ class Engine:
                 continue
 
             # Cache the pages of a whole prompt.
-            if not is_cycle:
-                self.scheduler.mark_verified(request, results.num_computed[i])
-                if not request.is_prefilling and self.scheduler.publish(request):
-                    self.runner.forget_pages(request)
+            if results.is_prefill:
+                self.scheduler.mark_finite(request, results.num_computed[i])
+                if not request.is_prefilling and self.scheduler.cache_pages(request):
+                    self.runner.invalidate_pages(request)
 
             # Append the new tokens.
             num_emitted = counts[i]
             if num_emitted == 0:
                 continue
             start = len(request.reply.token_ids)
-            reason = self._take(request, tokens[i][:num_emitted], now)
+            reason = self._append_tokens(request, tokens[i][:num_emitted], now)
             num_tokens = len(request.reply.token_ids) - start
-            self._news[request] = None
+            self._updated[request] = None
 
             # Append their log-probabilities.
             top = request.params.logprobs
@@ -549,17 +573,17 @@ class Engine:
                     request.reply.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
 
             # Update the acceptance statistics of the policy.
-            num_drafts = None
-            if results.num_drafts is not None:
-                num_drafts = results.num_drafts[i]
+            num_draft_tokens = None
+            if results.num_draft_tokens is not None:
+                num_draft_tokens = results.num_draft_tokens[i]
                 next_confidence = None if confidence is None else confidence[i]
-                self._observe(request, results.shape, num_emitted - 1, num_drafts, next_confidence)
+                self._observe(request, results.shape, num_emitted - 1, next_confidence)
 
             # Count the tokens. Where a stop text may remove them again, they wait until their text is read.
-            new = UncountedTokens(start, num_tokens, num_emitted, results.shape, num_drafts)
+            new = UncountedTokens(start, num_tokens, num_emitted, results.shape, num_draft_tokens)
             if request.has_stops:
                 request.stats.uncounted.append(new)
-                self._count_read(request)
+                self._count_decoded(request)
             else:
                 self._count(request, new)
 
@@ -569,7 +593,7 @@ class Engine:
             elif request.has_stops and not self.config.lag and self.target.ranks is None:
                 # Nothing is in flight, and a needless cycle would cost more than reading the text here. With
                 # several ranks the first one reads it between steps, and sends the end to the others.
-                request.read()
+                request.decode_text()
                 self.stop(request)
         self._add_to_totals()
 
@@ -578,7 +602,6 @@ class Engine:
         request: Request,
         shape: SpecShape,
         num_accepted: int,
-        num_drafts: int,
         confidence: float | Sequence[float] | None,
     ) -> None:
         """Update the policy with the number of a request's draft tokens that a cycle accepted.
@@ -586,54 +609,56 @@ class Engine:
         Args:
             confidence: the draft's confidence in its next tokens; None if cycles do not emit it.
         """
+        policy = self._policy
         acceptance = request.stats.acceptance
-        if acceptance is None or not isinstance(self.shapes, ShapePolicy):
+        if policy is None or acceptance is None:
             return
         if shape.steps:
-            self.shapes.observe(acceptance, shape, num_accepted, num_drafts)
+            policy.observe(acceptance, shape, num_accepted)
         if confidence is not None or acceptance.confidence_class is not None:
-            self.shapes.observe_confidence(acceptance, confidence)
+            policy.observe_confidence(acceptance, confidence)
 
-    def _count_read(self, request: Request) -> None:
+    def _count_decoded(self, request: Request) -> None:
         """Count the tokens of a reply whose text has been searched for stop texts."""
         assert request.stream is not None
         uncounted = request.stats.uncounted
-        while uncounted and uncounted[0].start + uncounted[0].num_tokens <= request.stream.num_read:
+        while uncounted and uncounted[0].start + uncounted[0].num_tokens <= request.stream.num_decoded:
             self._count(request, uncounted.popleft())
 
     def _count(self, request: Request, new: UncountedTokens) -> None:
         """Count tokens that no stop text can remove any more."""
-        num_drafts_kept = None
-        if new.num_drafts == 0:
+        num_accepted = None
+        if new.num_draft_tokens == 0:
             # A plain cycle is no verify, also where others of the batch had drafts.
             request.stats.shapes[NO_SPECULATION] += 1
-        elif new.num_drafts is not None:
+        elif new.num_draft_tokens is not None:
             request.stats.shapes[new.shape] += 1
-            num_drafts_kept = min(new.num_tokens, new.num_emitted - 1)
-            request.stats.spec.observe(new.num_tokens, num_drafts_kept)
-        self._counted.append((new.num_tokens, num_drafts_kept, new.num_drafts or 0))
+            num_accepted = min(new.num_tokens, new.num_emitted - 1)
+            request.stats.spec.observe(new.num_tokens, num_accepted)
+        self._counted.append((new.num_tokens, num_accepted, new.num_draft_tokens or 0))
 
     def _add_to_totals(self) -> None:
         """Add the counted tokens to the totals, equal entries at once."""
         totals = self.totals
-        for (num_tokens, num_drafts_kept, num_drafts), times in Counter(self._counted).items():
+        for (num_tokens, num_accepted, num_draft_tokens), times in Counter(self._counted).items():
             totals.num_generated_tokens += num_tokens * times
-            totals.num_drafts += (num_drafts > 0) * times
-            totals.num_draft_tokens += num_drafts * times
-            if num_drafts_kept is not None:
-                totals.spec.observe(num_tokens, num_drafts_kept, times)
+            totals.num_draft_tokens += num_draft_tokens * times
+            if num_draft_tokens > 0:
+                totals.num_drafts += times
+            if num_accepted is not None:
+                totals.spec.observe(num_tokens, num_accepted, times)
         self._counted.clear()
 
     def _note_cycle(self, results: Results, now: float) -> None:
         """Count a cycle by its shape. Give the policy its time, if the step did nothing else."""
         self.totals.shapes[results.shape] += 1
-        if isinstance(self.shapes, ShapePolicy) and self._is_timing and results.is_steady_state:
+        policy = self._policy
+        if policy is not None and self._is_timing and results.is_steady_state:
             context = _mean_context(results.requests)
-            took = now - self._clock
-            self.shapes.observe_time(len(results.requests), results.shape, context, took)
+            policy.observe_time(len(results.requests), results.shape, context, now - self._clock)
         self._clock = now
 
-    def _take(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
+    def _append_tokens(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
         """Append new tokens up to the first that ends the reply.
 
         Returns:
@@ -641,7 +666,7 @@ class Engine:
         """
         reply = request.reply
         reason: FinishReason | None = None
-        is_shown = True
+        is_text = True
 
         # Cut the tokens where one ends the reply.
         most_tokens = len(reply.token_ids) + len(tokens)
@@ -650,22 +675,22 @@ class Engine:
             if end is not None:
                 tokens = tokens[: end.num_tokens]
                 reason = end.reason
-                is_shown = end.is_shown
+                is_text = end.is_text
 
         # Cut them where the grammar ends.
         match = reply.match
         if match is not None:
             until_end = match.advance(tokens)
             if match.is_complete or match.is_stuck:
-                is_shown = is_shown or until_end < len(tokens)
+                is_text = is_text or until_end < len(tokens)
                 tokens = tokens[:until_end]
                 reason = "stop" if match.is_complete else "abort"
 
         # Append them. Their keys are in the pool, but for the last one's.
         reply.token_ids += tokens
-        num_hidden = 0 if is_shown else 1
-        reply.num_shown = len(reply.token_ids) - num_hidden
-        self.scheduler.mark_verified(request, request.num_to_compute)
+        num_hidden = 0 if is_text else 1
+        reply.num_text_tokens = len(reply.token_ids) - num_hidden
+        self.scheduler.mark_finite(request, request.num_to_compute)
         request.stats.last_token_at = now
         if request.stats.first_token_at == 0.0:
             request.stats.first_token_at = now
@@ -675,21 +700,21 @@ class Engine:
         """Find the first of the new tokens that ends the reply; None if it goes on."""
         for num_tokens, token in enumerate(tokens, 1):
             if token in request.reply.stop_token_ids:
-                return _End(num_tokens, "stop", is_shown=False)
+                return _End(num_tokens, "stop", is_text=False)
             if len(request.token_ids) + num_tokens >= request.params.max_tokens:
-                return _End(num_tokens, "length", is_shown=True)
+                return _End(num_tokens, "length", is_text=True)
             if request.num_tokens + num_tokens >= self.config.max_context:
-                return _End(num_tokens, "context", is_shown=True)
+                return _End(num_tokens, "context", is_text=True)
         return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. If its reply has a stop text, the reply ends there."""
-        self._news[request] = None
+        self._updated[request] = None
         if request.sequence.slot >= 0:
-            self.scheduler.publish(request)
+            self.scheduler.cache_pages(request)
         self.scheduler.remove(request)
         if request.has_stops:
-            reason = self._take_back(request, reason)
+            reason = self._cut_at_stop_text(request, reason)
         if request in self._num_indexed and self.ngram is not None:
             self._index([request])
             del self._num_indexed[request]
@@ -697,8 +722,8 @@ class Engine:
         request.reply.finish_reason = reason
         self.totals.num_finished[reason] += 1
 
-    def _take_back(self, request: Request, reason: FinishReason) -> FinishReason:
-        """Remove the tokens of a reply behind its stop text, and count the others.
+    def _cut_at_stop_text(self, request: Request, reason: FinishReason) -> FinishReason:
+        """Remove the tokens of a reply after its stop text, if it has one, and count the others.
 
         Returns:
             Why the reply has ended.
@@ -706,11 +731,12 @@ class Engine:
         stream = request.stream
         reply = request.reply
         assert stream is not None
-        stream.read(reply.token_ids, reply.num_shown)
-        if (kept := stream.num_kept) is not None:
+        stream.decode(reply.token_ids, reply.num_text_tokens)
+        kept = stream.num_kept
+        if kept is not None:
             del reply.token_ids[kept:]
             reply.logprobs.cut(kept)
-            reply.num_shown = kept
+            reply.num_text_tokens = kept
             reason = "stop"
         elif stream.failure:
             reason = "error"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from eagle_kit.autotune.acceptance import Recording
+from eagle_kit.autotune.acceptance import DraftRecording
 from eagle_kit.autotune.ngram import NgramPolicy
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.autotune.shapes import MOST_STEPS
@@ -33,14 +33,6 @@ from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 from eagle_kit.engine.calibrate.policies import can_tune, chooses_ngram, tuned_policy
 from eagle_kit.engine.calibrate.record_drafts import record_drafts
 from eagle_kit.engine.engine import Engine
-from eagle_kit.engine.forwards import (
-    TextStates,
-    check_layers,
-    check_text,
-    text_logits,
-    text_logprobs,
-    text_states,
-)
 from eagle_kit.engine.grammar.bad_words import bad_word_ids
 from eagle_kit.engine.grammar.compiler import GrammarCompiler
 from eagle_kit.engine.grammar.protocols import Grammars
@@ -69,6 +61,14 @@ from eagle_kit.engine.tensor_parallel.leading import (
     rank_call,
 )
 from eagle_kit.engine.tensor_parallel.ranks import RankGroup, WorkerArgs, join_ranks
+from eagle_kit.engine.text_forwards import (
+    TextStates,
+    check_layers,
+    check_text,
+    text_logits,
+    text_logprobs,
+    text_states,
+)
 from eagle_kit.engine.text_stream import TextContext, TextStream, text_context
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loaded import loaded_target
@@ -227,7 +227,8 @@ class LLM:
         """Load the target, or this rank's part of it."""
         options = self._options
         if self.group is not None:
-            device, ranks = self.group.ranks.device, self.group.ranks
+            device = self.group.ranks.device
+            ranks = self.group.ranks
             dtype = dtype_of(options.dtype, device.type)
             target: Target = ranks.together(
                 lambda: load_share(
@@ -237,7 +238,7 @@ class LLM:
                     device,
                     quantization=options.quantization,
                     expert_parallel=options.expert_parallel,
-                    attends_whole=options.data_parallel_attention,
+                    data_parallel_attention=options.data_parallel_attention,
                 )
             )
             return target
@@ -321,7 +322,8 @@ class LLM:
         if (bundled := draft_in_target(draft, algorithm, self._target_name)) is not None:
             draft = bundled
         self._engine = self._policy = self.draft_folder = None
-        self.head, self.draft = None, None
+        self.head = None
+        self.draft = None
         if isinstance(draft, AnyDraft):
             find = partial(DraftFolder.open, draft, self.target.config)  # by a hub, which may fail one rank
             opened = find() if self.group is None else self.group.ranks.together(find)
@@ -360,7 +362,8 @@ class LLM:
 
     def _resolved(self) -> ResolvedConfig:
         """Fill in what the target, the draft and the device decide. Raise UserError where they do not fit."""
-        options, model = self._options, self.target.config
+        options = self._options
+        model = self.target.config
         if self.draft is not None:
             kind = drafter_class(self.draft, options)
             for shape in options.shape.shapes if options.shape is not None else ():
@@ -373,6 +376,7 @@ class LLM:
         on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
         if on_gpu:
             options = without_graphs(options, self.target)
+        # With auto this is the shape where none is chosen; `engine` then takes a policy.
         return options.replace(shape=options.shape or self._default_shape()).resolve(
             on_gpu=on_gpu,
             max_positions=model.max_position_embeddings,
@@ -380,6 +384,7 @@ class LLM:
         )
 
     def _default_shape(self) -> SpecShape:
+        """Shape of the draft where the options name none and none is chosen by measurements."""
         if self.draft is None:
             return NGRAM_SHAPE if self._options.algorithm == "NGRAM" else NO_SPECULATION
         kind = drafter_class(self.draft, self._options)
@@ -394,7 +399,7 @@ class LLM:
     def chooses_shapes(self) -> bool:
         """True if :meth:`generate` chooses shapes by measurements when it is given none. With a draft or
         n-grams, the engine's memory is allocated on first use; nothing is measured."""
-        if self._options.shape is not None:
+        if not self._options.has_auto_shape:
             return False
         if self.draft is None and self.config.algorithm != "NGRAM":
             return False
@@ -412,11 +417,15 @@ class LLM:
         return self.config.max_context
 
     def engine(self, shape: str | SpecShape | ShapeTable | None = None) -> Engine:
-        """Return the engine, set to ``shape`` or the default ones; its memory is allocated on first use.
-        ``"auto"``, the default where the options name no shape, measures the engine once in its life."""
+        """Return the engine, set to ``shape``; its memory is allocated on first use.
+
+        Args:
+            shape: None for those of the options. ``"auto"``, the default where the options name no shape,
+                lets a policy choose, which measures the engine once in its life.
+        """
         engine = self._allocated()
         wanted: ShapeTable | ShapePolicy
-        if shape == "auto" or (shape is None and self._options.shape is None):
+        if shape == "auto" or (shape is None and self._options.has_auto_shape):
             with out_of_memory("measuring shapes", NEED_LESS):
                 wanted = self._auto(engine, is_asked=shape == "auto")
         else:
@@ -440,7 +449,7 @@ class LLM:
 
     def _make_engine(self) -> None:
         """Allocate the engine's memory."""
-        chooses = self._options.shape is None and self.draft is not None
+        chooses = self._options.has_auto_shape and self.draft is not None
         plan = partial(plan_memory, self.target, self.draft, self.config, chooses_shapes=chooses)
         if (ranks := self.target.ranks) is None:
             self.memory_plan = plan()
@@ -459,7 +468,8 @@ class LLM:
     def _grammars(self) -> Callable[[], Grammars] | None:
         """What makes the compiler of grammars; None where there is no tokenizer. Ranks that are not the first
         compile nothing."""
-        model, ranks = self.target.config, None if self.group is None else self.group.ranks
+        model = self.target.config
+        ranks = None if self.group is None else self.group.ranks
         own = partial(GrammarCompiler, self.tokenizer, model.vocab_size, model.eos_token_ids)
         can_compile = self.tokenizer is not None
         if ranks is None:
@@ -468,8 +478,11 @@ class LLM:
         return (lambda: AgreedGrammars(ranks, own() if ranks.is_first else None)) if can_compile else None
 
     def _auto(self, engine: Engine, *, is_asked: bool) -> ShapeTable | ShapePolicy:
-        """Choice by measurements; the default shape for drafts whose shape cannot change between cycles, with
-        a warning where it ``is_asked`` for."""
+        """Return the policy that chooses shapes by measurements, made at first use.
+
+        Drafts whose shape cannot change between cycles get the default shape, with a warning if ``is_asked``:
+        the call said ``"auto"``.
+        """
         if chooses_ngram(engine):
             if self._policy is None:
                 self._policy = NgramPolicy(self._default_shape(), engine.config.batch_sizes)
@@ -757,7 +770,7 @@ class LLM:
     def _serve(
         self, requests: Sequence[Request], shape: str | SpecShape | ShapeTable | None
     ) -> Generator[Request, None, None]:
-        """Serve requests of a call -> each of them whenever it has new tokens; the last news is its end."""
+        """Serve requests of a call -> each of them whenever it has new tokens; the last time is its end."""
         engine = self._idle_engine(shape)
         live = set(requests)
         try:
@@ -765,10 +778,10 @@ class LLM:
                 engine.add_request(request)
             while engine.has_work:
                 with out_of_memory("computing replies", NEED_LESS):
-                    news = engine.step()
-                for request in news:
+                    updated = engine.step()
+                for request in updated:
                     if request.has_stops:
-                        request.read()
+                        request.decode_text()
                         engine.stop(request)
                     if request not in live:
                         continue  # at a lag, a step tells of an end by a stop text once more
@@ -796,8 +809,8 @@ class LLM:
         num_open = [len(replies) for replies in asked]
         bar = _progress_bar(len(requests)) if progress else None
         try:
-            with closing(self._serve(requests, shape)) as news:
-                for request in news:
+            with closing(self._serve(requests, shape)) as updates:
+                for request in updates:
                     if request.finish_reason is None:
                         continue
                     at = prompt_of[request]
@@ -844,9 +857,9 @@ class LLM:
                 place[request] = at, number
         num_chars = dict.fromkeys(requests, 0)
         num_tokens = dict.fromkeys(requests, 0)
-        with closing(self._serve(requests, shape)) as news:
-            for request in news:
-                text = request.read()
+        with closing(self._serve(requests, shape)) as updates:
+            for request in updates:
+                text = request.decode_text()
                 token_ids = list(request.token_ids)
                 yield ReplyDelta(
                     *place[request],
@@ -869,7 +882,9 @@ class LLM:
         ``shown_tokens`` are part of its text, which continues the ``context``."""
         stream = None
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, stop=params.stop, shown=shown_tokens, context=context)
+            stream = TextStream(
+                self.tokenizer, stop=params.stop, included_special_tokens=shown_tokens, context=context
+            )
         elif params.stop:
             raise UserError(
                 "A stop text was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
@@ -889,7 +904,7 @@ class LLM:
 
     def record_drafts(
         self, requests: Sequence[Request], shape: SpecShape, on_finish: Callable[[], None]
-    ) -> Recording:
+    ) -> DraftRecording:
         """Record what the draft proposes at every position of the replies to ``requests``
         (:func:`~eagle_kit.engine.calibrate.record_drafts.record_drafts`, which has the arguments)."""
         engine = self._allocated()

@@ -83,7 +83,9 @@ def without_graphs(options: EngineConfig, target: Target) -> EngineConfig:
 def fit_context(config: ResolvedConfig, steps: int) -> ResolvedConfig:
     """Shorten the context to what one request alone, with drafts of ``steps`` or of its shape, may have of
     the pool. Raise UserError where that is nothing."""
-    most = config.num_shard_pages * config.page_size - config.room(max(config.shape.at(1).steps, steps))
+    most_steps = max(config.shape.at(1).steps, steps)
+    pool_tokens = config.num_shard_pages * config.page_size
+    most = pool_tokens - config.num_lookahead_tokens(most_steps)
     if most < 2:
         raise UserError(
             f"The key-value pool holds {config.kv_tokens} tokens, too few for any request.",

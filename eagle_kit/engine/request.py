@@ -25,14 +25,15 @@ class UncountedTokens(NamedTuple):
         num_tokens: tokens that were appended to the reply.
         num_emitted: tokens that the cycle emitted; those behind the end of the reply were not appended.
         shape: of the cycle.
-        num_drafts: draft tokens that the cycle verified; None for the first token, which comes from prefill.
+        num_draft_tokens: draft tokens that the cycle verified; None for the first token, which comes from
+            prefill.
     """
 
     start: int
     num_tokens: int
     num_emitted: int
     shape: SpecShape
-    num_drafts: int | None
+    num_draft_tokens: int | None
 
 
 @dataclass(eq=False)
@@ -41,7 +42,7 @@ class ReplyState:
 
     Attributes:
         token_ids: tokens of the reply. While stop texts are looked for, the last ones may be removed again.
-        num_shown: tokens of the reply that are text: all but a token that ended the reply.
+        num_text_tokens: tokens of the reply that are text: all but a token that ended the reply.
         logprobs: one entry per token where log-probabilities were asked for.
         finish_reason: set once, when the reply has ended.
         stop_token_ids: tokens that end the reply.
@@ -51,7 +52,7 @@ class ReplyState:
     """
 
     token_ids: list[int] = field(default_factory=list)
-    num_shown: int = 0
+    num_text_tokens: int = 0
     logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
     finish_reason: FinishReason | None = None
     stop_token_ids: frozenset[int] = frozenset()
@@ -68,12 +69,13 @@ class SequenceState:
     batch. Results that were computed for an earlier one are dropped.
 
     Attributes:
-        slot: row of the device's tables; -1 while the request is not in the batch.
+        slot: index in the device's tables (``slots.py``); -1 while the request is not in the batch.
         allocation: pages of the tokens.
         num_shared_tokens: tokens whose pages were in the prefix cache at admission, those of the request
             itself before a preemption included.
         num_computed: tokens whose keys are in the pool, or will be when launched work has ended.
-        num_verified: tokens whose keys are in the pool and led to finite logits.
+        num_finite: tokens whose keys are in the pool and whose results have come back with finite logits.
+            Their pages may be cached.
         num_branch_pages: cached pages before the place where the prompt leaves another's, if a snapshot of
             recurrent states is missing there; else 0.
         has_begun: True once a part of the prompt was planned.
@@ -83,7 +85,7 @@ class SequenceState:
     allocation: PageAllocation = field(default_factory=PageAllocation)
     num_shared_tokens: int = 0
     num_computed: int = 0
-    num_verified: int = 0
+    num_finite: int = 0
     num_branch_pages: int = 0
     has_begun: bool = False
 
@@ -231,7 +233,7 @@ class Request:
     @property
     def num_cacheable(self) -> int:
         """Tokens whose keys others may use, those of the draft included."""
-        return max(0, self.sequence.num_verified - self.on_device.num_pending_draft_tokens)
+        return max(0, self.sequence.num_finite - self.on_device.num_pending_draft_tokens)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Tokens start..stop-1 of prompt and reply."""
@@ -240,20 +242,20 @@ class Request:
             return self.prompt_ids[start:stop]
         return self.prompt_ids[start:] + self.reply.token_ids[max(0, start - num_prompt) : stop - num_prompt]
 
-    def read(self) -> str:
-        """Read the reply's new tokens -> its text, without what is held back until it has ended. Any thread
-        may call it while another one steps the engine."""
+    def decode_text(self) -> str:
+        """Decode the reply's new tokens, and return its text without what is held back until the end. Any
+        thread may call it while another one steps the engine."""
         if self.stream is None:
             return ""
-        has_ended = self.reply.finish_reason is not None  # before its last tokens are read
-        self.stream.read(self.reply.token_ids, self.reply.num_shown)
+        has_ended = self.reply.finish_reason is not None  # before its last tokens are decoded
+        self.stream.decode(self.reply.token_ids, self.reply.num_text_tokens)
         if has_ended:
             self.stream.finish()
         return self.stream.text
 
     def output(self) -> RequestOutput:
         """Make the output for the user."""
-        text = self.read()
+        text = self.decode_text()
         stats = self.stats
         prefill_s = stats.first_token_at - stats.admitted_at if self.token_ids else 0.0
         return RequestOutput(

@@ -43,7 +43,7 @@ from eagle_kit.engine.measured.prefill_backends import open_backends
 from eagle_kit.engine.request import Request, SequenceState
 from eagle_kit.engine.sampling_tables import SamplingTables, is_adjusted
 from eagle_kit.engine.scheduler import Chunk
-from eagle_kit.engine.slots import Slots, Tables
+from eagle_kit.engine.slots import AdjustmentTables, Slots
 from eagle_kit.engine.tensor_parallel.agreement import agree_bits, agree_tree
 from eagle_kit.kv.dp_latents import ShardRequests, shard_requests
 from eagle_kit.kv.open import open_store
@@ -56,7 +56,7 @@ from eagle_kit.ops.recurrence import Text
 from eagle_kit.ops.sampling import SamplingBatch, token_logprobs
 from eagle_kit.ops.transfer import to_device
 from eagle_kit.ops.tree_build import Tree
-from eagle_kit.verify.decide import choose
+from eagle_kit.verify.accept_window import sample_after_nodes
 from eagle_kit.verify.proposal import Deterministic, DraftOutput
 from eagle_kit.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 
@@ -69,7 +69,7 @@ class Results(NamedTuple):
         sequences: the requests' sequence states at launch. The results of a request whose state is another
             one by now are dropped.
         copy: copy of an :class:`Emitted` to the host.
-        num_drafts: draft tokens that the cycle verified for each request; None for a prefill.
+        num_draft_tokens: draft tokens that the cycle verified for each request; None for a prefill.
         num_computed: prompt tokens of each request that are computed after a prefill.
         shape: shape of the cycle.
         is_steady_state: False if the cycle included draft backfill or graph capture; its time is not used for
@@ -79,24 +79,29 @@ class Results(NamedTuple):
     requests: list[Request]
     sequences: list[SequenceState]
     copy: HostCopy
-    num_drafts: Sequence[int] | None
+    num_draft_tokens: Sequence[int] | None
     num_computed: Sequence[int] = ()
     shape: SpecShape = NO_SPECULATION
     is_steady_state: bool = True
 
+    @property
+    def is_prefill(self) -> bool:
+        """True for results of prompts, False for those of a cycle."""
+        return self.num_draft_tokens is None
 
-def _num_nodes(most_found: int, num_nodes: int) -> int:
-    """Nodes of n-gram windows with up to ``most_found`` drafts each: the root and none, a quarter, half,
-    three quarters or all of the drafts of ``num_nodes``. Few sizes are few recordings."""
-    quarters = [-(-part * (num_nodes - 1) // 4) for part in range(5)]
-    return 1 + next(quarter for quarter in quarters if quarter >= most_found)
+
+def _rounded_nodes(most_drafts: int, max_nodes: int) -> int:
+    """Nodes of n-gram windows with up to ``most_drafts`` drafts each: the root, and their number rounded up
+    to a quarter of the drafts of ``max_nodes``. So there are five sizes, and few recordings."""
+    quarters = [-(-part * (max_nodes - 1) // 4) for part in range(5)]
+    return 1 + next(quarter for quarter in quarters if quarter >= most_drafts)
 
 
 class CycleInputs(NamedTuple):
     """Tensors that a cycle reads besides the slots.
 
     Attributes:
-        rows: int64 ``[B]``, the slots of the batch.
+        slot_ids: int64 ``[B]``, slots of the requests, then the dummy slot for padding.
         sampling: sampling parameters; None if all requests are greedy. The tables of the vocabulary are not
             in it: the cycle gathers them from the slots.
         window: the window to verify, if the host needs it before verification; None if the cycle proposes it.
@@ -104,7 +109,7 @@ class CycleInputs(NamedTuple):
         shard: requests that this rank computes attention for, in data-parallel attention; else None.
     """
 
-    rows: torch.Tensor
+    slot_ids: torch.Tensor
     sampling: SamplingBatch | None
     window: DraftOutput | None = None
     is_masked: bool = False
@@ -116,7 +121,7 @@ class Batch(NamedTuple):
 
     Attributes:
         requests, sequences: the requests, and their sequence states when the batch was made.
-        padding: number of dummy rows behind the requests.
+        padding: number of dummies behind the requests.
         inputs: inputs of the cycles, on the device.
         num_logprobs: alternatives to compute for every emitted token; None computes no log-probabilities.
         wants_logprobs: True if a request asked for log-probabilities.
@@ -165,7 +170,7 @@ class Runner:
 
     Attributes:
         kv: the target's key-value store.
-        states: recurrent states of the target; None if it has no recurrent layers.
+        recurrent_states: states of the target's recurrent layers; None if it has no recurrent layers.
         drafter: drafter of the draft model, also while the current shapes do not speculate; None without one.
         slots: device state of the requests of the batch.
         steps: draft steps of the deepest current shape.
@@ -200,9 +205,9 @@ class Runner:
         self.kv = open_store(target.config.cache, layout, target.variants, share=self._share, **place)
 
         # States of recurrent layers.
-        self.states: StatePool | None = None
+        self.recurrent_states: StatePool | None = None
         if target.config.states is not None:
-            self.states = StatePool(
+            self.recurrent_states = StatePool(
                 target.config.states, config.max_batch_size, config.num_snapshots, **place
             )
 
@@ -229,7 +234,7 @@ class Runner:
     def models(self) -> CycleModels:
         """Models of a cycle in the current shapes; without the drafter if none of them speculates."""
         drafter = self.drafter if self.steps else None
-        return CycleModels(self.target, self.kv, drafter, self.states)
+        return CycleModels(self.target, self.kv, drafter, self.recurrent_states)
 
     @property
     def verifiers(self) -> tuple[type, ...]:
@@ -252,27 +257,27 @@ class Runner:
         self,
         shapes: Sequence[SpecShape],
         *,
-        reads_confidence: bool = False,
+        needs_confidence: bool = False,
         by_size: Mapping[int, Sequence[SpecShape]] = MappingProxyType({}),
     ) -> None:
         """Speculate with any of ``shapes`` from now on; nothing may be running.
 
         Args:
             by_size: shapes that batches of some sizes may have.
-            reads_confidence: let cycles emit the draft's confidence in its next tokens.
+            needs_confidence: let cycles emit the draft's confidence in its next tokens.
         """
         self.steps = max(shape.steps for shape in shapes)
-        self._reads_confidence = reads_confidence and self.steps > 0
+        self._needs_confidence = needs_confidence and self.steps > 0
         drafter = self.models.drafter
 
         # Candidates of a draft state: enough for all shapes, or for those of a batch size.
         self.candidate_spec = CandidateSpec(1, 1)
         self._candidate_specs: dict[int, CandidateSpec] = {}
         if drafter is not None:
-            self.candidate_spec = drafter.candidate_spec(shapes, reads_confidence=self._reads_confidence)
+            self.candidate_spec = drafter.candidate_spec(shapes, needs_confidence=self._needs_confidence)
             if drafter.has_spec_by_size:
                 for size, shapes_of_size in by_size.items():
-                    spec = drafter.candidate_spec(shapes_of_size, reads_confidence=self._reads_confidence)
+                    spec = drafter.candidate_spec(shapes_of_size, needs_confidence=self._needs_confidence)
                     self._candidate_specs[size] = spec
 
         # Slots whose draft states have this layout. Graphs hold the slots that they were captured with, so
@@ -318,13 +323,13 @@ class Runner:
         ids = self._tensor(prompts.ids)
         next_ids = self._tensor(prompts.next_ids)
         positions = self._tensor(
-            [slot for segment in prompts.segments for slot in range(segment.start, segment.stop)]
+            [position for segment in prompts.segments for position in range(segment.start, segment.stop)]
         )
 
         # Run the target. It stores its keys and values.
         attend = self.kv.prefill_attend(prompts.segments)
-        if self.states is not None:
-            attend = self.states.prompts(attend, _recurrent_texts(chunks, prompts.segments))
+        if self.recurrent_states is not None:
+            attend = self.recurrent_states.prompts(attend, _recurrent_texts(chunks, prompts.segments))
         capture = () if drafter is None else drafter.capture
         out = self.target(ids, positions, attend, capture)
 
@@ -354,21 +359,23 @@ class Runner:
             return results
 
         # Requests whose prompt has ended join the slots.
-        slots = self._tensor([request.sequence.slot for request in prompts.finished])
+        slot_ids = self._tensor([request.sequence.slot for request in prompts.finished])
         seq_lens = self._tensor([request.num_to_compute for request in prompts.finished])
-        self.slots.join(slots, seq_lens, roots, draft)
+        self.slots.join(slot_ids, seq_lens, roots, draft)
         for i, request in enumerate(prompts.finished):
-            self.slots.adjust(request, self.vocab_size, roots[i : i + 1])
+            self.slots.write_adjustments(request, self.vocab_size, roots[i : i + 1])
         return results
 
     def _pack(self, chunks: Sequence[Chunk], lookback: int) -> _PackedPrompts:
         """Pack chunks behind each other, each with the ``lookback`` tokens before it."""
         prompts = _PackedPrompts([], [], [], [], [], [], [])
-        for request, chunk_start, stop, _ in chunks:
+        for chunk in chunks:
+            request = chunk.request
+            stop = chunk.stop
             sequence = request.sequence
 
             # The tokens of the chunk, and the token after each. The last one may not be known yet.
-            start = max(0, chunk_start - lookback)
+            start = max(0, chunk.start - lookback)
             next_ids = request.tokens(start + 1, stop + 1)
             if len(next_ids) < stop - start:
                 next_ids = [*next_ids, 0]
@@ -376,7 +383,7 @@ class Runner:
             prompts.next_ids.extend(next_ids)
 
             # Tokens before the chunk, and those of shared pages, are in the pool already.
-            write_from = max(chunk_start, sequence.num_shared_tokens)
+            write_from = max(chunk.start, sequence.num_shared_tokens)
             page_table = self.slots.page_table[sequence.slot]
             shard = sequence.allocation.shard
             prompts.segments.append(Segment(page_table, start, stop, write_from, shard))
@@ -434,7 +441,7 @@ class Runner:
             allowed = unpacked(self._allowed_bits(matches, tree), self.vocab_size)
 
         # Sample. All ranks take the token of the first one.
-        tokens = choose(logits[:, None], tree, seq_lens, sampling, allowed)
+        tokens = sample_after_nodes(logits[:, None], tree, seq_lens, sampling, allowed)
         if self.target.ranks is not None:
             tokens = self.target.ranks.first(tokens)
 
@@ -463,8 +470,9 @@ class Runner:
         """Bring the device's page tables of ``requests`` up to date, before their prompts or cycles."""
         self.slots.set_pages(requests)
 
-    def forget_pages(self, request: Request) -> None:
-        """Write all pages of a request again before its next prompt or cycle, because some have changed."""
+    def invalidate_pages(self, request: Request) -> None:
+        """Let the device's page table of a request be written again before its next prompt or cycle, because
+        some of its pages have changed."""
         request.on_device.num_pages_written = -1
 
     def decode(
@@ -484,21 +492,23 @@ class Runner:
         # Bring the draft up to date, as far as this cycle needs it.
         has_backfill = self._prepare_draft(requests, shape)
 
-        # Constants of the cycle.
-        size = len(batch.inputs.rows)
-        num_drafted = 1 + max(shape.steps - 1, 0) * shape.topk
-        num_new = max(shape.tokens, num_drafted, shape.steps + 2 + self._num_appended)
+        # Constants of the cycle. Keys after those of the pool: of the window, of the tree while it grows,
+        # or of the emitted tokens with what draft-extend appends.
+        size = len(batch.inputs.slot_ids)
+        num_grown = 1 + max(shape.steps - 1, 0) * shape.topk
+        num_extended = shape.steps + 2 + self._num_appended
+        num_new = max(shape.tokens, num_grown, num_extended)
         settings = self._settings(size, shape, self._num_columns(requests, num_new), batch.num_logprobs)
 
         # N-gram drafts come from the host.
         tree = None
-        num_drafts = [shape.tokens - 1] * len(requests)
+        num_draft_tokens = [shape.tokens - 1] * len(requests)
         if ngram is not None and shape.steps:
             found = self._ngram_draft(requests, batch.padding, ngram, shape)
-            num_drafts = found.num_drafts[: len(requests)].tolist()
+            num_draft_tokens = found.num_drafts[: len(requests)].tolist()
             # A batch in which few drafts were found has smaller windows, where no graph fixes their size.
             if self.target.ranks is None and not self.graphs.has_fixed_shapes:
-                found = found.cut(_num_nodes(max(num_drafts), shape.tokens))
+                found = found.cut(_rounded_nodes(max(num_draft_tokens), shape.tokens))
             # The first rank's log may hold tokens that a stop text removed, so all ranks take its drafts.
             tree = agree_tree(to_tree(found, self.device), self.target.ranks)
 
@@ -511,7 +521,7 @@ class Runner:
             requests,
             batch.sequences,
             HostCopy(emitted),
-            num_drafts,
+            num_draft_tokens,
             shape=shape,
             is_steady_state=not (has_backfill or has_capture),
         )
@@ -526,10 +536,10 @@ class Runner:
         if known is not None and known.requests == requests and known.sequences == sequences:
             return known
 
-        # Rows of the batch: the slots of the requests, then dummies.
+        # The slots of the requests, then dummies.
         padding = self.padded(len(requests)) - len(requests)
         slots = [request.sequence.slot for request in requests]
-        rows = self._tensor(slots + [self.slots.dummy] * padding)
+        slot_ids = self._tensor(slots + [self.slots.dummy] * padding)
 
         # Sampling parameters, grammars and log-probabilities.
         kind = self._kind(requests)
@@ -542,7 +552,7 @@ class Runner:
 
         # Requests of this rank, in data-parallel attention.
         shards = [request.sequence.allocation.shard for request in requests]
-        inputs = CycleInputs(rows, sampling, shard=self._shard_requests(shards, len(rows)))
+        inputs = CycleInputs(slot_ids, sampling, shard=self._shard_requests(shards, len(slot_ids)))
 
         self._batch = Batch(requests, sequences, padding, inputs, num_logprobs, wants_logprobs, matches)
         return self._batch
@@ -572,7 +582,7 @@ class Runner:
             num_logprobs=num_logprobs,
             verifier=self.verifier(shape),
             candidate_spec=self._candidate_specs.get(size, self.candidate_spec),
-            reads_confidence=self._reads_confidence,
+            needs_confidence=self._needs_confidence,
         )
 
     def _num_columns(self, requests: Sequence[Request], num_new: int) -> int:
@@ -694,25 +704,25 @@ class Runner:
         """Run the draft over up to ``length`` pending tokens of each of ``slots``, and make its states."""
         drafter = self.models.drafter
         assert drafter is not None
-        rows = self._tensor(slots)
-        before, pending = self.slots.state_before_pending(rows, length)
+        slot_ids = self._tensor(slots)
+        before, pending = self.slots.state_before_pending(slot_ids, length)
         with self.linear_backends.using():
             last = (pending.counts - 1).clamp(min=0)  # dummies have no pending token
             draft = drafter.extend(before, pending, last, self.candidate_spec, num_columns)
         after = before._replace(seq_lens=before.seq_lens + pending.counts, draft=draft)
-        self.slots.scatter(rows, after, None)
-        self.slots.drop_pending(rows)
+        self.slots.scatter(slot_ids, after, None)
+        self.slots.drop_pending(slot_ids)
 
     def _store_batch(self, slots: list[int], length: int, num_columns: int) -> None:
         """Run the draft over up to ``length`` pending tokens of each of ``slots``, all but the last one."""
         drafter = self.models.drafter
         assert drafter is not None
-        rows = self._tensor(slots)
-        before, pending = self.slots.state_before_pending(rows, length)
+        slot_ids = self._tensor(slots)
+        before, pending = self.slots.state_before_pending(slot_ids, length)
         with self.linear_backends.using():
             counts = (pending.counts - 1).clamp(min=0)  # dummies have no pending token
             drafter.store(before, pending._replace(counts=counts), num_columns)
-        self.slots.keep_last_pending(rows)
+        self.slots.keep_last_pending(slot_ids)
 
     # Warm-up: runs over dummy slots, which change nothing.
 
@@ -751,9 +761,9 @@ class Runner:
         # Constants and inputs of the cycle.
         num_logprobs = self._most_logprobs if kind.has_logprobs else None
         settings = self._settings(size, shape, self._num_columns((), MAX_WINDOW), num_logprobs)
-        rows = self._tensor([self.slots.dummy] * size)
+        slot_ids = self._tensor([self.slots.dummy] * size)
         sampling = self._sampling.of_level(kind.level, size)
-        inputs = CycleInputs(rows, sampling, shard=self._shard_requests([0] * shard_size, size))
+        inputs = CycleInputs(slot_ids, sampling, shard=self._shard_requests([0] * shard_size, size))
 
         # A window from the host, where n-grams draft.
         tree = None
@@ -793,7 +803,7 @@ class Runner:
         # Let grammars say which tokens may follow each of its nodes.
         if matches is not None:
             bits = self._allowed_bits(matches, window.tree)
-            self._masks[inputs.rows, : bits.shape[1]] = bits
+            self._masks[inputs.slot_ids, : bits.shape[1]] = bits
 
         # Verify it.
         inputs = inputs._replace(window=window, is_masked=matches is not None)
@@ -836,7 +846,7 @@ class Runner:
         sampling = inputs.sampling
         window = inputs.window
         key = (
-            len(inputs.rows),
+            len(inputs.slot_ids),
             settings,
             self.models.drafter is not None,
             None if sampling is None else tuple(field is not None for field in sampling),
@@ -847,10 +857,10 @@ class Runner:
 
         def idle() -> CycleInputs:
             """Inputs of a capture: dummies, which change no slot."""
-            return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
+            return inputs._replace(slot_ids=torch.full_like(inputs.slot_ids, self.slots.dummy))
 
         # Linear layers are measured before a capture.
-        lengths = Lengths(self.slots.seq_lens, inputs.rows)
+        lengths = Lengths(self.slots.seq_lens, inputs.slot_ids)
         call = GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths)
         with self.linear_backends.measuring():
             return self.graphs.run(call)
@@ -868,17 +878,17 @@ class Runner:
         else:
             allowed = None
             if inputs.is_masked:
-                bits = self._masks[inputs.rows, : inputs.window.tree.tokens.shape[1]]
+                bits = self._masks[inputs.slot_ids, : inputs.window.tree.tokens.shape[1]]
                 allowed = unpacked(bits, self.vocab_size)
             out = finish_cycle(self.models, state, inputs.window, settings, sampling, allowed)
 
         # Write the new state. A draft state of fewer candidates is padded to those of the slots.
         state = out.state
         if drafter is not None and state.draft is not None and self.slots.draft is not None:
-            state = state._replace(draft=drafter.widened(state.draft, self.slots.draft))
-        self.slots.scatter(inputs.rows, state, out.counts)
+            state = state._replace(draft=drafter.pad_candidates(state.draft, self.slots.draft))
+        self.slots.scatter(inputs.slot_ids, state, out.counts)
         if out.pending is not None:
-            self.slots.append_pending(inputs.rows, out.pending)
+            self.slots.append_pending(inputs.slot_ids, out.pending)
         return out.emitted
 
     def _propose(self, inputs: CycleInputs, settings: CycleSettings) -> DraftOutput:
@@ -899,9 +909,9 @@ class Runner:
         sampling = inputs.sampling
         if sampling is not None and is_adjusted(sampling):
             assert self.slots.tables is not None
-            rows = (table[inputs.rows] for table in self.slots.tables)
-            sampling = sampling._replace(**dict(zip(Tables._fields, rows, strict=True)))
-        state = self.slots.gather(inputs.rows, with_draft=with_draft)
+            rows = (table[inputs.slot_ids] for table in self.slots.tables)
+            sampling = sampling._replace(**dict(zip(AdjustmentTables._fields, rows, strict=True)))
+        state = self.slots.gather(inputs.slot_ids, with_draft=with_draft)
         return state._replace(shard=inputs.shard), sampling
 
     def _ngram_draft(
@@ -942,8 +952,8 @@ def _recurrent_texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> li
     texts = []
     start = 0
     for chunk, segment in zip(chunks, segments, strict=True):
-        assert chunk.states is not None
+        assert chunk.state_moves is not None
         stop = start + segment.stop - segment.start
-        texts.append(Text(start, stop, *chunk.states))
+        texts.append(Text(start, stop, *chunk.state_moves))
         start = stop
     return texts

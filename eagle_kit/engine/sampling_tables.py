@@ -22,7 +22,8 @@ class SamplingTables:
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
+        self.vocab_size = vocab_size
+        self.device = device
 
     def of_cycle(
         self, requests: Sequence[Request], padding: int, level: Level | None = None

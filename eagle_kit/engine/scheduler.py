@@ -27,7 +27,8 @@ the last snapshot of a state are computed again.
 
 Limits of preemption:
 
-* Of two clients the one that has no more slots than the other keeps them.
+* No client is preempted for another one that has as many slots or more, unless its priority is
+  lower.
 * No request is preempted for one that would not fit even so.
 * For some steps after a preemption, a group's second request and a second long prompt leave the
   last free slot to others. Otherwise the same requests would begin again and again.
@@ -41,7 +42,7 @@ Work of a step:
   more tokens are before it.
 * Half of these tokens are reserved for the oldest prompt. The others go to the prompts that end
   soonest.
-* A prompt that two steps' tokens would end is ended, in addition to the reserved half.
+* A prompt that fits into two steps' tokens is computed to its end at once, even beyond these tokens.
 * A long prompt saves its share of several steps as a deficit until a chunk is worth reading the
   weights and the tokens before it.
 * A long reply skips cycles, and saves its share of them as a deficit, until the deficit pays for a
@@ -71,17 +72,18 @@ MOST_QUANTUM_TOKENS = 512
 QUANTUM_CHUNKS = 4
 """Quantum of a prompt, in chunks of the size that is computed beside the replies of others."""
 DRAFTED_SHARE = 0.6
-"""Part of its share that a long reply may use where the engine speculates. A share is the time of a
-plain cycle. A reply that decodes alone with drafts needs about this part of it for a token. The
-cycles that many groups share may be plain."""
+"""Time of a token of a reply that decodes alone with drafts, over the time of a plain cycle. A share
+of a group is what a token would cost the group if it were alone, so with a draft it is this part of
+a plain cycle, also where the cycles that many groups share are plain."""
 
 
 class StateMoves(NamedTuple):
-    """Recurrent states that a chunk reads and writes, by number (``kv/recurrent_states.py``).
+    """Recurrent states that a chunk reads and writes, by index (``kv/recurrent_states.py``).
 
     Attributes:
-        source: state before the chunk; None at the beginning of a text.
-        saves: (number of the chunk's tokens, number of the state saved behind them), ascending.
+        source: index of the state before the chunk; None at the beginning of a text.
+        saves: (number of the chunk's tokens, index of the state saved after them), ascending. Tokens are
+            counted from ``lookback`` tokens before the start of the chunk.
     """
 
     source: int | None
@@ -92,13 +94,13 @@ class Chunk(NamedTuple):
     """Prompt tokens start..stop-1 of a request, computed in this step.
 
     Attributes:
-        states: of recurrent layers; tokens are counted from ``lookback`` tokens before the start.
+        state_moves: recurrent states to read and to save; None without recurrent layers.
     """
 
     request: Request
     start: int
     stop: int
-    states: StateMoves | None = None
+    state_moves: StateMoves | None = None
 
 
 class StepPlan(NamedTuple):
@@ -121,9 +123,10 @@ class Scheduler:
     Args:
         page_pool: pages of the key-value stores.
         config: number of slots, and most prompt tokens of one step.
-        room: tokens behind its known ones that a request may need pages for in the next cycle.
-        needs_last: whether the last token of a cached prefix is computed again for its hidden
-            state.
+        num_lookahead_tokens: tokens after its known ones that a request may need pages for in the next
+            cycle.
+        has_draft: whether a draft model speculates. Then the last token of a cached prefix is
+            computed again, because the draft's next entry needs its hidden state.
         lookback: tokens before a chunk that are computed with it.
         attention_cost: arithmetic of attention per token before, over that of everything else of a
             token.
@@ -140,8 +143,8 @@ class Scheduler:
         page_pool: PagePool,
         config: ResolvedConfig,
         *,
-        room: int,
-        needs_last: bool,
+        num_lookahead_tokens: int,
+        has_draft: bool,
         lookback: int = 0,
         attention_cost: float = 0.0,
         reading_cost: float = 0.0,
@@ -149,8 +152,8 @@ class Scheduler:
     ) -> None:
         self.page_pool = page_pool
         self.config = config
-        self.room = room
-        self.needs_last = needs_last
+        self.num_lookahead_tokens = num_lookahead_tokens
+        self.has_draft = has_draft
         self.lookback = lookback
         self.attention_cost = attention_cost
         self.reading_cost = reading_cost
@@ -168,7 +171,7 @@ class Scheduler:
         self._num_waiting_tokens = 0
         self._num_admissions = 0
         self._last_admission: dict[str, int] = {}
-        self._num_steps_to_spare = 0
+        self._num_guarded_steps = 0  # in which some leave the last free slot to others
 
         # Quanta.
         self._short_quantum = SHORT_QUANTUM_TOKENS if page_pool.can_reuse else QUANTUM_TOKENS
@@ -183,7 +186,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Put a request into the queue."""
         queue = self._queues.setdefault(request.group, [])
-        heapq.heappush(queue, (*_rank(request), request))
+        heapq.heappush(queue, (*_service_order(request), request))
         self._num_waiting_tokens += request.num_tokens
 
         # A client that comes or comes back goes behind the clients that wait already.
@@ -200,7 +203,7 @@ class Scheduler:
 
         # Admit waiting requests, unless pages were missing.
         if not preempted:
-            self._num_steps_to_spare -= 1
+            self._num_guarded_steps -= 1
             if self._queues:
                 self._fill_free_slots()
                 preempted = self._take_slots()
@@ -213,7 +216,7 @@ class Scheduler:
         decoding = [request for request in self.running if not request.is_prefilling]
         chunks = self._make_chunks([request for request in self.running if request.is_prefilling])
         if self.page_pool.has_snapshots:
-            chunks = [chunk._replace(states=self._plan_states(chunk)) for chunk in chunks]
+            chunks = [chunk._replace(state_moves=self._plan_state_moves(chunk)) for chunk in chunks]
         return StepPlan(chunks, self._select_affordable(decoding), preempted)
 
     def remove(self, request: Request) -> None:
@@ -246,19 +249,21 @@ class Scheduler:
         """Note that the first ``num_tokens`` of a request have been sent to the device."""
         request.sequence.num_computed = num_tokens
 
-    def mark_verified(self, request: Request, num_tokens: int) -> None:
-        """Note that the first ``num_tokens`` of a request are computed and led to finite logits."""
+    def mark_finite(self, request: Request, num_tokens: int) -> None:
+        """Note that results of the first ``num_tokens`` of a request have come back with finite logits."""
         sequence = request.sequence
-        sequence.num_verified = num_tokens
+        sequence.num_finite = num_tokens
         sequence.num_computed = max(sequence.num_computed, num_tokens)
 
-    def publish(self, request: Request) -> bool:
+    def cache_pages(self, request: Request) -> bool:
         """Put the pages of a request that hold finite numbers into the prefix cache.
 
         Returns:
             True if page numbers of the request changed.
         """
-        return self.page_pool.publish(request.sequence.allocation, request.tokens(0, request.num_cacheable))
+        return self.page_pool.cache_pages(
+            request.sequence.allocation, request.tokens(0, request.num_cacheable)
+        )
 
     # The queue.
 
@@ -268,7 +273,7 @@ class Scheduler:
         if queue[0][2] is request:
             heapq.heappop(queue)
         else:
-            queue.remove((*_rank(request), request))
+            queue.remove((*_service_order(request), request))
             heapq.heapify(queue)
         if not queue:
             del self._queues[request.group]
@@ -290,7 +295,7 @@ class Scheduler:
 
     def _order_in_client(self, request: Request) -> tuple[int, int, int]:
         """Key of the order of admission among the requests of one client."""
-        priority, number = _rank(request)
+        priority, number = _service_order(request)
         return priority, self._num_slots_of[request.group], number
 
     def _heads(self) -> list[Request]:
@@ -313,7 +318,7 @@ class Scheduler:
             if other.group != group or other.prompt_ids != head.prompt_ids:
                 continue
             sequence = other.sequence
-            is_computing = sequence.num_verified < other.num_to_compute
+            is_computing = sequence.num_finite < other.num_to_compute
             will_share = sequence.num_shared_tokens + self.page_pool.page_size < other.num_to_compute
             if is_computing and will_share:
                 return None
@@ -327,16 +332,17 @@ class Scheduler:
         Returns:
             The requests that were preempted because pages were missing.
         """
-        # Pages that the device has written need not be counted again.
+        # A request whose device page table covers the next cycle needs no pages.
         page_size = self.page_pool.page_size
         short = []
         for request in decoding:
-            if request.num_tokens + self.room > page_size * request.on_device.num_pages_written:
+            num_covered = page_size * request.on_device.num_pages_written
+            if request.num_tokens + self.num_lookahead_tokens > num_covered:
                 short.append(request)
 
         # Preempt others in the same shard of the pool until the pages are there.
         preempted: list[Request] = []
-        for request in sorted(short, key=_rank):
+        for request in sorted(short, key=_service_order):
             if request.sequence.slot < 0:
                 continue  # it was preempted for one before it
             shard = request.sequence.allocation.shard
@@ -353,12 +359,16 @@ class Scheduler:
         """Allocate the pages that a request may write in the next cycle; False if too few are
         left."""
         allocation = request.sequence.allocation
-        num_missing = self.page_pool.pages_for(request.num_tokens + self.room) - len(allocation)
+        num_missing = self._num_pages(request) - len(allocation)
         return num_missing <= 0 or self.page_pool.extend(allocation, num_missing)
+
+    def _num_pages(self, request: Request) -> int:
+        """Number of pages of a request's tokens and of those that the next cycle may write."""
+        return self.page_pool.pages_for(request.num_tokens + self.num_lookahead_tokens)
 
     def _preempt(self, request: Request) -> None:
         """Send a request of the batch back to the queue. Its pages stay in the prefix cache."""
-        self.publish(request)
+        self.cache_pages(request)
         self.remove(request)
         self.add(request)
 
@@ -397,7 +407,7 @@ class Scheduler:
 
         The second request of a group does so, and a long prompt behind another one.
         """
-        if self._num_steps_to_spare <= 0 or len(self._free_slots) != 1:
+        if self._num_guarded_steps <= 0 or len(self._free_slots) != 1:
             return False
         if self._num_slots_of[request.group]:
             return len(self._num_slots_of) > 1
@@ -455,7 +465,7 @@ class Scheduler:
         # Allocate its pages.
         cached = self._match(request, shard) if self.page_pool.can_reuse else []
         shared = self.page_pool.reusable(cached)
-        num_pages = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
+        num_pages = self._num_pages(request) - len(shared)
         allocation = self.page_pool.allocate(shared, num_pages, shard, request.params.cache_salt)
         if allocation is None:
             return False
@@ -468,10 +478,10 @@ class Scheduler:
 
         # Move the request from the queue into the batch.
         self._dequeue(request)
-        self.page_pool.begin(allocation)
+        self.page_pool.pin_snapshot(allocation)
         is_branch = len(cached) > len(shared) and bool(cached[-1].children)
         num_shared_tokens = len(shared) * self.page_pool.page_size
-        num_recomputed = 1 if shared and self.needs_last else 0
+        num_recomputed = 1 if shared and self.has_draft else 0
         request.sequence = SequenceState(
             slot=self._free_slots.pop(),
             allocation=allocation,
@@ -513,7 +523,7 @@ class Scheduler:
                 self._preempt(victim)
                 preempted.append(victim)
                 self._admit(request)
-                self._num_steps_to_spare = QUANTUM_TOKENS
+                self._num_guarded_steps = QUANTUM_TOKENS
                 behind = self._long_prompts()[1:]
                 dispensable = self._dispensable(behind)
 
@@ -534,7 +544,7 @@ class Scheduler:
         for request in self.running:
             if request.is_prefilling and _num_left(request) > self._prompt_quantum:
                 long.append(request)
-        return sorted(long, key=_rank)
+        return sorted(long, key=_service_order)
 
     def _dispensable(self, behind: Sequence[Request]) -> list[Request]:
         """List the requests of the batch that some waiting request could preempt, most progress
@@ -583,7 +593,7 @@ class Scheduler:
     def _gives_way(self, other: Request, request: Request, behind: Sequence[Request]) -> bool:
         """Return True if a request of the batch, ``other``, may be preempted for a waiting
         ``request``."""
-        # A client keeps the slots that are its share.
+        # A client keeps its slots against a client that has as many or more.
         num_slots = self._num_slots_of_client
         has_no_more = num_slots[other.client] <= num_slots[request.client]
         if other.client != request.client and has_no_more and other.priority >= request.priority:
@@ -619,7 +629,7 @@ class Scheduler:
             num_resumable = 0
             if self._cache_holds_all:
                 sequence = request.sequence
-                num_resumable = self.page_pool.num_resumable(sequence.allocation, sequence.num_verified)
+                num_resumable = self.page_pool.num_resumable(sequence.allocation, sequence.num_finite)
             worth = (request.num_tokens - num_resumable) // MOST_RECOMPUTED
             num_tokens = max(num_tokens, min(worth, MOST_QUANTUM_TOKENS))
         return progress(request) - request.turn.quantum_start >= num_tokens
@@ -629,10 +639,10 @@ class Scheduler:
         if not self.page_pool.can_reuse or _num_left(request) <= self._prompt_quantum:
             return False
         sequence = request.sequence
-        num_kept = sequence.num_verified
+        num_kept = sequence.num_finite
         if self.page_pool.has_snapshots:
             # The tokens behind the last snapshot would be computed again.
-            num_kept = self.page_pool.num_resumable(sequence.allocation, sequence.num_verified)
+            num_kept = self.page_pool.num_resumable(sequence.allocation, sequence.num_finite)
         return num_kept - sequence.num_shared_tokens >= self._prompt_quantum
 
     def _would_fit(self, request: Request, victims: Sequence[Request], shard: int) -> bool:
@@ -645,7 +655,7 @@ class Scheduler:
         for victim in victims:
             allocation = victim.sequence.allocation
             num_freed += len(allocation.pages) + sum(node.refs == 1 for node in allocation.nodes)
-        num_needed = self.page_pool.pages_for(request.num_tokens + self.room) + num_others
+        num_needed = self._num_pages(request) + num_others
         return num_needed <= self.page_pool.num_available_in(shard) + num_freed
 
     # Shares of a step.
@@ -661,9 +671,9 @@ class Scheduler:
         if len(self._num_slots_of) < 2 or all(request.group == decoding[0].group for request in decoding):
             return decoding
 
-        # The share of a group, in the time of a token without any before.
+        # The share of a group, in the time of a token without any before: a plain cycle, or less.
         share = 1.0 + self.weights_cost
-        if self.needs_last:
+        if self.has_draft:
             share *= DRAFTED_SHARE
 
         # Take all where even the longest context is affordable.
@@ -715,13 +725,13 @@ class Scheduler:
         budget: float = mixed_tokens if is_shared else most_tokens
 
         # Half of it is reserved for the oldest prompt.
-        oldest = min(prefilling, key=_rank)
+        oldest = min(prefilling, key=_service_order)
         cost_of_oldest = _num_left(oldest) * self._token_cost(oldest.sequence.num_computed)
         reserved = min(cost_of_oldest, budget / 2)
 
         # The prompts that end soonest come first.
         chunks: list[Chunk] = []
-        for request in sorted(prefilling, key=lambda each: (_num_left(each), _rank(each))):
+        for request in sorted(prefilling, key=lambda each: (_num_left(each), _service_order(each))):
             share = budget - reserved
             if request is oldest:
                 # The reserved half stays whole, whatever short prompts took beyond the other half.
@@ -774,7 +784,7 @@ class Scheduler:
         requests."""
         for request in self.running:
             if request.sequence.has_begun:
-                self.page_pool.has_begun(request.sequence.allocation)
+                self.page_pool.unpin_snapshot(request.sequence.allocation)
 
         # A request of the batch may have two snapshots.
         pool = self.page_pool
@@ -783,7 +793,7 @@ class Scheduler:
         has_pages = num_tokens <= pool.num_pages * pool.page_size
         self._cache_holds_all = has_pages and num_snapshots <= pool.num_snapshots
 
-    def _plan_states(self, chunk: Chunk) -> StateMoves:
+    def _plan_state_moves(self, chunk: Chunk) -> StateMoves:
         """Choose the state that a chunk begins with and the states that it saves.
 
         A snapshot is saved where the prompt leaves another's. One behind the last whole page is
@@ -798,23 +808,23 @@ class Scheduler:
         # The state before the chunk.
         source = None
         if first > 0:
-            snapshot = sequence.allocation.source
+            snapshot = sequence.allocation.pinned
             source = sequence.slot if snapshot is None else snapshot.snapshot
 
         # The state behind the chunk, in the slot.
         position = chunk.stop if is_last else max(chunk.stop - self.lookback, 0)
         saves = [(position, sequence.slot)]
 
-        # Snapshots behind whole pages.
+        # Snapshots behind whole pages, but for the tokens that a draft needs again after a hit.
         page_size = self.page_pool.page_size
-        num_before = self.lookback + 1 if self.needs_last else 0
+        num_before = self.lookback + 1 if self.has_draft else 0
         num_whole_pages = min(chunk.stop, request.num_to_compute - 1) // page_size
         for num_pages in {sequence.num_branch_pages, num_whole_pages}:
             position = num_pages * page_size - num_before
             if num_pages == 0 or not first <= position <= chunk.stop:
                 continue
-            is_passing = num_pages != sequence.num_branch_pages and not is_last
-            number = self.page_pool.take_snapshot(sequence.allocation, num_pages, is_passing=is_passing)
+            is_transient = num_pages != sequence.num_branch_pages and not is_last
+            number = self.page_pool.take_snapshot(sequence.allocation, num_pages, is_transient=is_transient)
             if number is not None:
                 saves.append((position, number))
 
@@ -832,6 +842,6 @@ def _num_left(request: Request) -> int:
     return request.num_to_compute - request.sequence.num_computed
 
 
-def _rank(request: Request) -> tuple[int, int]:
+def _service_order(request: Request) -> tuple[int, int]:
     """Key of the order of service."""
     return -request.priority, request.number

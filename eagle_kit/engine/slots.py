@@ -1,6 +1,6 @@
 """Device state of the requests of a batch: page tables, lengths, roots and draft states, one row per slot.
 
-A cycle gathers the rows of its batch and scatters them back, so that it runs without the host.
+A cycle gathers the slots of its batch and scatters them back, so that it runs without the host.
 
 Legend: M slots, P most pages of a request, B requests of a batch, N window nodes, V vocabulary.
 """
@@ -22,7 +22,7 @@ from eagle_kit.ops.sampling import write_bias
 from eagle_kit.ops.transfer import to_device
 
 
-class Tables(NamedTuple):
+class AdjustmentTables(NamedTuple):
     """Tables of the vocabulary that penalties and biases read, one row per slot.
 
     Rows of requests without penalties and biases are 0. Their counts may grow, which no penalty reads.
@@ -84,7 +84,7 @@ class Slots:
         self.draft = drafter.empty_state(count + 1, candidate_spec) if drafter is not None else None
 
         # State that only some requests need, made when it is first needed.
-        self.tables: Tables | None = None
+        self.tables: AdjustmentTables | None = None
         self._adjusted: set[int] = set()
         self.pending: PendingTokens | None = None
         self.masks: torch.Tensor | None = None
@@ -127,7 +127,7 @@ class Slots:
 
     def join(
         self,
-        slots: torch.Tensor,
+        slot_ids: torch.Tensor,
         seq_lens: torch.Tensor,
         roots: torch.Tensor,
         draft: tuple[torch.Tensor, ...] | None,
@@ -135,38 +135,38 @@ class Slots:
         """Put requests whose prompts are computed into slots.
 
         Args:
-            slots: int64 ``[n]``.
+            slot_ids: int64 ``[n]``.
             seq_lens: int64 ``[n]``, their tokens in the pool.
             roots: int64 ``[n]``, the token behind each prompt.
             draft: their draft states, with n rows; None in ordinary decoding.
         """
-        self.seq_lens[slots] = seq_lens
-        self.roots[slots] = roots
+        self.seq_lens[slot_ids] = seq_lens
+        self.roots[slot_ids] = roots
         if draft is not None and self.draft is not None:
             for table, new in zip(self.draft, draft, strict=True):
-                table[slots] = new
+                table[slot_ids] = new
         if self.pending is not None:
-            self.drop_pending(slots)
+            self.drop_pending(slot_ids)
 
-    def gather(self, rows: torch.Tensor, *, with_draft: bool = True) -> CycleState:
+    def gather(self, slot_ids: torch.Tensor, *, with_draft: bool = True) -> CycleState:
         """Gather the state of a batch.
 
         Args:
-            rows: int64 ``[B]``, its slots.
+            slot_ids: int64 ``[B]``, its slots.
             with_draft: gather its draft states too; False for a cycle that does not use them.
         """
         draft = self.draft if with_draft else None
         tables = [self.page_table, self.seq_lens, self.roots, self.active, *(draft or ())]
-        page_table, seq_lens, roots, active, *draft_rows = gather_rows(tables, rows)
+        page_table, seq_lens, roots, active, *draft_rows = gather_rows(tables, slot_ids)
         draft_state = None if draft is None else type(draft)(*draft_rows)
-        return CycleState(page_table, seq_lens, roots, active, draft_state, rows)
+        return CycleState(page_table, seq_lens, roots, active, draft_state, slot_ids)
 
-    def scatter(self, rows: torch.Tensor, state: CycleState, counts: torch.Tensor | None) -> None:
+    def scatter(self, slot_ids: torch.Tensor, state: CycleState, counts: torch.Tensor | None) -> None:
         """Write back the state of a batch after a cycle.
 
         Args:
-            rows: int64 ``[B]``, its slots.
-            counts: int32 ``[B, V]``, the new counts of ``Tables``; None if the cycle did not read them.
+            slot_ids: int64 ``[B]``, its slots.
+            counts: int32 ``[B, V]``, the new counts of the ``tables``; None if the cycle did not read them.
         """
         tables = [self.seq_lens, self.roots]
         new = [state.seq_lens, state.roots]
@@ -176,13 +176,14 @@ class Slots:
         if self.tables is not None and counts is not None:
             tables.append(self.tables.counts)
             new.append(counts)
-        write_rows(tables, rows, new)
+        write_rows(tables, slot_ids, new)
 
-    def append_pending(self, rows: torch.Tensor, new: PendingTokens) -> None:
-        """Append the first token of ``new``, which has B rows, to the pending tokens of ``rows [B]``."""
+    def append_pending(self, slot_ids: torch.Tensor, new: PendingTokens) -> None:
+        """Append the first token of ``new``, which has B rows, to the pending tokens of ``slot_ids [B]``."""
         assert self.pending is not None
-        states, tokens, counts = self.pending
-        append_rows([states, tokens], counts, rows, [new.states[:, 0], new.tokens[:, 0]], new.counts)
+        hidden_states, tokens, counts = self.pending
+        first = [new.hidden_states[:, 0], new.tokens[:, 0]]
+        append_rows([hidden_states, tokens], counts, slot_ids, first, new.counts)
 
     def make_masks(self, vocab_size: int) -> torch.Tensor:
         """Return the masks of grammars, uint8 ``[M + 1, N, V / 8]``, made when they are first needed.
@@ -208,43 +209,45 @@ class Slots:
         count = self.dummy + 1
         device = self.roots.device
         self.pending = PendingTokens(
-            states=torch.zeros(count, MAX_WINDOW, model.state_size, dtype=model.state_dtype, device=device),
+            hidden_states=torch.zeros(
+                count, MAX_WINDOW, model.state_size, dtype=model.state_dtype, device=device
+            ),
             tokens=torch.zeros(count, MAX_WINDOW, dtype=torch.int64, device=device),
             counts=torch.zeros(count, dtype=torch.int64, device=device),
         )
 
-    def state_before_pending(self, rows: torch.Tensor, length: int) -> tuple[CycleState, PendingTokens]:
+    def state_before_pending(self, slot_ids: torch.Tensor, length: int) -> tuple[CycleState, PendingTokens]:
         """Gather the state of a batch as it was before its pending tokens.
 
         Args:
-            rows: int64 ``[B]``, its slots.
+            slot_ids: int64 ``[B]``, its slots.
             length: columns of pending tokens to gather; no request may have more.
 
         Returns:
             The state, and the pending tokens.
         """
         assert self.pending is not None
-        states, tokens, counts = self.pending
-        pending = PendingTokens(states[rows, :length], tokens[rows, :length], counts[rows])
-        state = self.gather(rows)
+        hidden_states, tokens, counts = self.pending
+        pending = PendingTokens(hidden_states[slot_ids, :length], tokens[slot_ids, :length], counts[slot_ids])
+        state = self.gather(slot_ids)
         return state._replace(seq_lens=state.seq_lens - pending.counts), pending
 
-    def drop_pending(self, rows: torch.Tensor) -> None:
-        """Drop the pending tokens of ``rows``."""
+    def drop_pending(self, slot_ids: torch.Tensor) -> None:
+        """Drop the pending tokens of ``slot_ids``."""
         assert self.pending is not None
         # An assignment of a number would copy it from the host, and wait.
-        self.pending.counts.index_fill_(0, rows, 0)
+        self.pending.counts.index_fill_(0, slot_ids, 0)
 
-    def keep_last_pending(self, rows: torch.Tensor) -> None:
-        """Drop the pending tokens of ``rows`` but the last, which the next draft state depends on."""
+    def keep_last_pending(self, slot_ids: torch.Tensor) -> None:
+        """Drop the pending tokens of ``slot_ids`` but the last, which the next draft state depends on."""
         assert self.pending is not None
-        states, tokens, counts = self.pending
-        last = (counts[rows] - 1).clamp(min=0)  # dummies have no pending token
-        states[rows, 0] = states[rows, last]
-        tokens[rows, 0] = tokens[rows, last]
-        counts[rows] = counts[rows].clamp(max=1)
+        hidden_states, tokens, counts = self.pending
+        last = (counts[slot_ids] - 1).clamp(min=0)  # dummies have no pending token
+        hidden_states[slot_ids, 0] = hidden_states[slot_ids, last]
+        tokens[slot_ids, 0] = tokens[slot_ids, last]
+        counts[slot_ids] = counts[slot_ids].clamp(max=1)
 
-    def adjust(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:
+    def write_adjustments(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:
         """Write a request's rows of the tables that penalties and biases read.
 
         Args:
@@ -273,12 +276,12 @@ class Slots:
         known = to_device(request.token_ids, root.device) if request.token_ids else root
         counts[slot].index_add_(0, known, torch.ones_like(known, dtype=torch.int32))
 
-    def make_tables(self, vocab_size: int) -> "Tables":
+    def make_tables(self, vocab_size: int) -> AdjustmentTables:
         """Return the tables of all slots, made when they are first needed."""
         if self.tables is None:
             shape = (self.dummy + 1, vocab_size)
             device = self.roots.device
-            self.tables = Tables(
+            self.tables = AdjustmentTables(
                 counts=torch.zeros(shape, dtype=torch.int32, device=device),
                 bias=torch.zeros(shape, dtype=torch.float32, device=device),
                 prompt_mask=torch.zeros(shape, dtype=torch.bool, device=device),

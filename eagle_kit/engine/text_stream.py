@@ -31,11 +31,11 @@ class TextContext(NamedTuple):
     """End of a prompt that the text of a reply continues.
 
     Attributes:
-        shown: tokens whose text comes before the reply's.
-        unfinished: the prompt's last tokens, which begin a character; it is part of the reply's text.
+        token_ids: last tokens of the prompt that have a text of their own; it comes before the reply's.
+        unfinished: the tokens after them, which begin a character; it is part of the reply's text.
     """
 
-    shown: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
     unfinished: tuple[int, ...] = ()
 
 
@@ -108,24 +108,26 @@ class Detokenizer:
 
     Args:
         tokenizer: a fast Hugging Face tokenizer, or anything with its ``decode``.
-        shown: special tokens that are text all the same; others are left out.
+        included_special_tokens: special tokens that are text all the same; others are left out.
         context: end of the prompt that the text continues; empty for a text of its own.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        shown: frozenset[int] = frozenset(),
+        included_special_tokens: frozenset[int] = frozenset(),
         context: TextContext = TextContext(),  # noqa: B008
     ) -> None:
         self._tokenizer = _rust(tokenizer)
-        self._skip = not shown
+        self._skips_special_tokens = not included_special_tokens
         # Left out before they are decoded, since a window of tokens without a text would only grow.
-        self._hidden = special_tokens(tokenizer) - shown
-        self._bytes = _byte_tokens(self._tokenizer)
-        self._window = list(context.shown)
-        self._num_shown_ids = len(self._window)
-        self._shown = self._decode(self._window) if self._window else ""
+        self._excluded = special_tokens(tokenizer) - included_special_tokens
+        self._byte_tokens = _byte_tokens(self._tokenizer)
+
+        # The window: tokens whose text was returned, then those after them.
+        self._window = list(context.token_ids)
+        self._num_returned_ids = len(self._window)
+        self._returned_text = self._decode(self._window) if self._window else ""
         self._window += context.unfinished
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -133,58 +135,60 @@ class Detokenizer:
 
         The text does not depend on how tokens are divided over calls.
         """
-        hidden = self._hidden
-        visible = [token for token in token_ids if token not in hidden]
+        excluded = self._excluded
+        new_ids = [token for token in token_ids if token not in excluded]
 
         # A byte makes all bytes before it ill-formed that are decoded with it, so bytes are read one by one.
-        if len(visible) > 1 and not self._bytes.isdisjoint(visible):
-            return "".join([self.push((token,)) for token in visible])
+        if len(new_ids) > 1 and not self._byte_tokens.isdisjoint(new_ids):
+            return "".join([self.push((token,)) for token in new_ids])
 
-        self._window += visible
+        self._window += new_ids
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
-            return self._show(text)
+            return self._take_new(text)
 
-        # Show what is before the unfinished character.
+        # Return what is before the unfinished character.
         settled = text.rstrip(REPLACEMENT)
-        if len(settled) > len(self._shown):
-            new = settled[len(self._shown) :]
-            self._shown = settled
+        if len(settled) > len(self._returned_text):
+            new = settled[len(self._returned_text) :]
+            self._returned_text = settled
             return new
 
         # An unfinished character makes the whole run of byte tokens ill-formed (SentencePiece).
-        new = self._show_finished()
-        if not new and len(self._window) - self._num_shown_ids > MAX_HELD_IDS:
+        new = self._take_finished()
+        if not new and len(self._window) - self._num_returned_ids > MAX_HELD_IDS:
             return self._cut(text)
         return new
 
     def flush(self) -> str:
         """Release the text held back; an unfinished character is U+FFFD."""
-        return self._show(self._decode(self._window))
+        return self._take_new(self._decode(self._window))
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special_tokens)
 
-    def _show(self, text: str) -> str:
+    def _take_new(self, text: str) -> str:
         """Return the addition of ``text``, the decoded window, and start the next window with it."""
         # By length, not as a prefix: byte tokens that were a character turn into U+FFFD when ill-formed ones
-        # follow them (SentencePiece), and what was shown stays.
-        new = text[len(self._shown) :]
-        behind = self._window[self._num_shown_ids :]
-        shown = self._decode(behind)
-        if shown:
-            self._window, self._num_shown_ids, self._shown = behind, len(behind), shown
+        # follow them (SentencePiece), and what was returned stays.
+        new = text[len(self._returned_text) :]
+        new_ids = self._window[self._num_returned_ids :]
+        new_text = self._decode(new_ids)
+        if new_text:
+            self._window = new_ids
+            self._num_returned_ids = len(new_ids)
+            self._returned_text = new_text
         else:
-            self._shown = text
+            self._returned_text = text
             self._leave_out_nameless()
         return new
 
     def _leave_out_nameless(self) -> None:
         """Remove tokens without effect from the window's new ones, since a model may emit them without end:
         ids beyond the tokenizer's, and an empty token behind another."""
-        kept = self._window[: self._num_shown_ids]
+        kept = self._window[: self._num_returned_ids]
         name_before: str | None = None
-        for token in self._window[self._num_shown_ids :]:
+        for token in self._window[self._num_returned_ids :]:
             name = self._tokenizer.id_to_token(token)
             if name is None or (name == "" and name_before == ""):
                 continue
@@ -192,20 +196,20 @@ class Detokenizer:
             name_before = name
         self._window = kept
 
-    def _show_finished(self) -> str:
+    def _take_finished(self) -> str:
         """Return what is new in the text without the window's last tokens, which may be the beginning of a
         character; empty where that text ends in another unfinished one."""
         for count in range(1, MAX_UNFINISHED_IDS + 1):
             finished = self._window[:-count]
-            if len(finished) <= self._num_shown_ids:
+            if len(finished) <= self._num_returned_ids:
                 return ""
             text = self._decode(finished)
-            if len(text) <= len(self._shown):
+            if len(text) <= len(self._returned_text):
                 return ""
             if not text.endswith(REPLACEMENT):
                 unfinished = self._window[-count:]
                 self._window = finished
-                new = self._show(text)
+                new = self._take_new(text)
                 self._window = self._window + unfinished
                 return new
         return ""
@@ -214,25 +218,28 @@ class Detokenizer:
         """Release the front of a long run of ill-formed bytes, up to a place that no later byte can
         change."""
         for cut in range(len(self._window) - 8, len(self._window) - 4):
-            front, rest = self._decode(self._window[:cut]), self._decode(self._window[cut:])
-            if front + rest == text and len(front) >= len(self._shown):
-                new = front[len(self._shown) :]
-                self._window, self._num_shown_ids, self._shown = self._window[cut:], 0, ""
+            front = self._decode(self._window[:cut])
+            rest = self._decode(self._window[cut:])
+            if front + rest == text and len(front) >= len(self._returned_text):
+                new = front[len(self._returned_text) :]
+                self._window = self._window[cut:]
+                self._num_returned_ids = 0
+                self._returned_text = ""
                 return new
         return self._cut_rest(text)
 
     def _cut_rest(self, text: str) -> str:
         """Release a run of byte tokens that is ill-formed whatever follows (SentencePiece), in which each is
         U+FFFD, and keep its beginning."""
-        for size in (self._num_shown_ids, self._num_shown_ids + 8):
+        for size in (self._num_returned_ids, self._num_returned_ids + 8):
             head = self._window[:size]
-            shown = self._decode(head)
-            is_rest_ill_formed = shown + REPLACEMENT * (len(self._window) - size) == text
+            head_text = self._decode(head)
+            is_rest_ill_formed = head_text + REPLACEMENT * (len(self._window) - size) == text
             if is_rest_ill_formed and self._is_ill_formed(head):
-                new = text[len(self._shown) :]
+                new = text[len(self._returned_text) :]
                 self._window = head
-                self._num_shown_ids = size
-                self._shown = shown
+                self._num_returned_ids = size
+                self._returned_text = head_text
                 return new
         return ""
 
@@ -254,33 +261,33 @@ class TextStream:
     Args:
         tokenizer: see :class:`Detokenizer`.
         stop: texts that end the reply, none of them empty.
-        shown: see :class:`Detokenizer`.
+        included_special_tokens: see :class:`Detokenizer`.
         context: see :class:`Detokenizer`.
 
     Attributes:
         text: final text so far; it only grows.
         stopped: whether a stop text was completed.
-        num_read: tokens of the reply that :meth:`read` has taken.
+        num_decoded: tokens of the reply that :meth:`decode` has taken.
         num_kept: tokens up to the one that completed a stop text; None where none did.
-        failure: what the tokenizer raised in :meth:`read` or :meth:`finish`, after which the text ends.
+        failure: what the tokenizer raised in :meth:`decode` or :meth:`finish`, after which the text ends.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         stop: Sequence[str] = (),
-        shown: frozenset[int] = frozenset(),
+        included_special_tokens: frozenset[int] = frozenset(),
         context: TextContext = TextContext(),  # noqa: B008
     ) -> None:
         assert all(stop), "an empty stop text would end every reply"
         self.text = ""
         self.stopped = False
-        self.num_read = 0
+        self.num_decoded = 0
         self.num_kept: int | None = None
         self.failure: BaseException | None = None
-        self._reading = threading.Lock()
+        self._lock = threading.Lock()
         self._stop = tuple(stop)
-        self._detokenizer = Detokenizer(tokenizer, shown, context)
+        self._detokenizer = Detokenizer(tokenizer, included_special_tokens, context)
         self._held = ""
 
     @property
@@ -288,17 +295,17 @@ class TextStream:
         """True if a text may end the reply."""
         return bool(self._stop)
 
-    def read(self, token_ids: Sequence[int], count: int) -> None:
-        """Take those of the first ``count`` tokens of a reply that were not taken yet. Any thread may call
-        it: what one has read, another does not read again."""
-        with self._reading, self._failures():
-            new = () if self.stopped or self.failure else token_ids[self.num_read : count]
+    def decode(self, token_ids: Sequence[int], count: int) -> None:
+        """Append the text of those of the first ``count`` tokens of a reply that were not decoded yet. Any
+        thread may call it: what one has decoded, another does not decode again."""
+        with self._lock, self._failures():
+            new = () if self.stopped or self.failure else token_ids[self.num_decoded : count]
             if not new:
                 return
             kept = self.push(new)
             if kept is not None:
-                self.num_kept = self.num_read + kept
-            self.num_read += len(new) if kept is None else kept
+                self.num_kept = self.num_decoded + kept
+            self.num_decoded += len(new) if kept is None else kept
 
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Take further tokens.
@@ -312,14 +319,14 @@ class TextStream:
             self.text += self._detokenizer.push(token_ids)
             return None
         for count, token in enumerate(token_ids, 1):
-            if self._take(self._detokenizer.push((token,))):
+            if self._append_text(self._detokenizer.push((token,))):
                 return count
         return None
 
     def finish(self) -> None:
         """Release the text held back, after the last token. May be called again."""
-        with self._reading, self._failures():
-            if not (self.stopped or self.failure) and not self._take(self._detokenizer.flush()):
+        with self._lock, self._failures():
+            if not (self.stopped or self.failure) and not self._append_text(self._detokenizer.flush()):
                 self.text += self._held
                 self._held = ""
 
@@ -334,15 +341,16 @@ class TextStream:
             logging.getLogger(__name__).error("The text of a reply could not be made.", exc_info=error)
             self.failure = error
 
-    def _take(self, new: str) -> bool:
-        """Add decoded text -> True when it completes a stop text."""
+    def _append_text(self, new: str) -> bool:
+        """Append decoded text, but for the beginning of a stop text. Return True when it completes one."""
         if not new:
             return False
         text = self._held + new
         ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
             self.text += text[: min(ends)[1]]
-            self._held, self.stopped = "", True
+            self._held = ""
+            self.stopped = True
             return True
         hold = len_of_beginning(text, self._stop)
         self.text += text[: len(text) - hold]

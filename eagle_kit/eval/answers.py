@@ -1,4 +1,4 @@
-"""Answers as records, and the folder that keeps them so that a run can be broken off and resumed."""
+"""Answers as records, and their folder, from which an interrupted run is resumed."""
 
 import hashlib
 import json
@@ -21,7 +21,9 @@ from eagle_kit.core.files import (
 from eagle_kit.core.stats import SpecStats
 
 ANOTHER_FOLDER = "Give another --out, or delete the folder."
-ANSWERS_FILE, SETTINGS_FILE, SUMMARY_FILE = "answers.jsonl", "settings.json", "summary.json"
+ANSWERS_FILE = "answers.jsonl"
+SETTINGS_FILE = "settings.json"
+SUMMARY_FILE = "summary.json"
 
 
 class Setting(NamedTuple):
@@ -39,16 +41,23 @@ class Answer:
     """One reply of one setting.
 
     Attributes:
-        task, id, category: of the prompt.
-        turn: 0 for the first user turn.
-        draft, shape: the setting; draft None is plain decoding.
+        task: name of the prompt's task.
+        id: of the prompt in its task.
+        category: of the prompt.
+        turn: user turn that is answered, from 0.
+        draft: name of the draft; None for plain decoding.
+        shape: speculation shape of the setting.
         num_prompt_tokens: length of the prompt with template and earlier turns.
-        token_ids, text, finish_reason, stats: as in RequestOutput.
+        token_ids: of the reply.
+        finish_reason: as in ``RequestOutput``.
+        stats: as in ``RequestOutput``.
         prefill_s: seconds to the first token.
-        decode_s: seconds from the first token to the last, shared by the batch.
+        decode_s: seconds from the first token to the last, in which the whole batch was decoded.
         decode_share_s: this answer's part of the batch's decoding seconds; equals decode_s in a batch of one.
         identical: True when the tokens equal the plain ones; None for plain itself.
-        difference: the first difference, see identity.Difference.
+        difference: fields of :class:`~eagle_kit.eval.identity.Difference`; None where there is
+            none.
+        text: of the reply.
     """
 
     task: str
@@ -75,7 +84,7 @@ class Answer:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Names the prompt and turn, the same for every setting."""
+        """Task, prompt and turn: the same for every setting."""
         return self.task, self.id, self.turn
 
     @property
@@ -84,17 +93,21 @@ class Answer:
         return max(len(self.token_ids) - 1, 0)
 
     def to_record(self) -> dict[str, Any]:
-        """As written to the file: the counts flat, rates beside them for people."""
+        """The record that is written to the file: all fields, those of ``stats`` among them, and
+        rates for people."""
         record = asdict(self)
         stats = record.pop("stats")
-        token_ids, text = record.pop("token_ids"), record.pop("text")
-        rate = self.num_decode_tokens / self.decode_s if self.decode_s > 0 else None
+        token_ids = record.pop("token_ids")
+        text = record.pop("text")
+        rate = None
+        if self.decode_s > 0:
+            rate = round(self.num_decode_tokens / self.decode_s, 2)
         return {
             **record,
             "num_tokens": len(token_ids),
             **stats,
             "accept_length": round(self.stats.accept_length, 4),
-            "decode_tokens_per_s": rate and round(rate, 2),
+            "decode_tokens_per_s": rate,
             "token_ids": token_ids,
             "text": text,
         }
@@ -102,20 +115,25 @@ class Answer:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Answer":
         """The inverse of :meth:`to_record`; raises KeyError, TypeError or ValueError for any other record."""
-        stats = {name: record[name] for name in SpecStats.__dataclass_fields__}
-        names = [name for name in cls.__dataclass_fields__ if name != "stats"]
-        return TypeAdapter(cls).validate_python({"stats": stats, **{name: record[name] for name in names}})
+        values = {name: record[name] for name in cls.__dataclass_fields__ if name != "stats"}
+        values["stats"] = {name: record[name] for name in SpecStats.__dataclass_fields__}
+        return TypeAdapter(cls).validate_python(values)
 
 
 class AnswerStore:
     """The answers of one run in ``folder``; the only writer of answers.jsonl and settings.json.
 
-    Opening reads what an earlier, broken-off run left; nothing is written before the first :meth:`add`.
+    Opening reads the answers of an earlier run that was interrupted. Nothing is written before
+    :meth:`start`.
 
     Args:
         folder: of the files.
-        settings: everything that decides the answers and their speed. A folder with others raises UserError.
-        runs: the settings every prompt is decoded with; a prompt that lacks one of them counts as not done.
+        settings: everything that decides the answers and their speed.
+        runs: the settings with which every prompt is decoded. A prompt that lacks one of them is
+            not done.
+
+    Raises:
+        UserError: the folder has answers with other settings, or a file that cannot be read.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], runs: Sequence[Setting]) -> None:
@@ -135,7 +153,7 @@ class AnswerStore:
         return [answer for group in self._by_key.values() for answer in group.values()]
 
     def get(self, key: tuple[str, str, int]) -> dict[Setting, Answer] | None:
-        """Every setting's answer to a prompt and turn, or None when they are not all there."""
+        """Answers of all settings to a prompt and turn, or None where one is missing."""
         return self._by_key.get(key)
 
     def start(self, about: dict[str, Any]) -> None:
@@ -161,13 +179,14 @@ class AnswerStore:
         path = self.folder / SETTINGS_FILE
         try:
             saved = read_object(path)
-            old, self.about = dict(saved["settings"]), dict(saved["about"])
+            old = dict(saved["settings"])
+            self.about = dict(saved["about"])
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{self.folder} holds answers, but its {SETTINGS_FILE} is missing or unreadable.",
                 ANOTHER_FOLDER,
             ) from None
-        # through JSON, so that tuples compare equal to the lists they were saved as
+        # Through JSON, so that tuples equal the lists that they were saved as.
         new = json.loads(json.dumps(self.settings))
         changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
         if changed:
@@ -177,7 +196,8 @@ class AnswerStore:
             )
 
     def _read(self, runs: frozenset[Setting]) -> None:
-        """Read complete prompts; a line that a crash cut off is dropped together with its prompt."""
+        """Read the answers to prompts that have one of every setting. A last line that a crash cut
+        off is left out, and so is its prompt."""
         text = read_text(self._path, ANOTHER_FOLDER) if self._path.exists() else ""
         lines = text.removesuffix("\n").split("\n") if text else []
         groups: dict[tuple[str, str, int], dict[Setting, Answer]] = {}
@@ -200,15 +220,18 @@ def _as_lines(answers: Iterable[Answer]) -> str:
 
 
 def fingerprint(path: str | Path) -> str | None:
-    """Short hash of a local checkpoint folder's files, None for a name that is no folder.
+    """Short hash of the JSON and safetensors files of a folder, None for a name that is no folder.
 
-    Small files and names count with their content, files over 256 MB with size and both ends.
+    Files over 256 MiB are hashed by name, size, first and last MiB, others by name, size and
+    content.
     """
     folder = Path(path)
     if not folder.is_dir():
         return None
     digest = hashlib.sha256()
-    for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors") and p.is_file()):
+    for file in sorted(folder.iterdir()):
+        if file.suffix not in (".json", ".safetensors") or not file.is_file():
+            continue
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}:".encode())
         with file.open("rb") as stream:

@@ -1,14 +1,17 @@
 """Counters of a running server, read from its ``/metrics``: ours, vLLM's and SGLang's.
 
 Accept length is tokens emitted per verify, the bonus token included (:mod:`eagle_kit.core.stats`). Counters
-belong to the whole server: whoever else uses it meanwhile is in them. Ours and vLLM's have the same names and
-allow ``1 + accepted / drafts`` only, which counts a bonus token even where a reply ended before it, and so
-lies a little above the figure of the replies (``return_speculation``) when they are short.
+are of the whole server, other clients included.
 
-SGLang (0.5) counts no accepted tokens: there it is the tokens of replies but the first of each, which prefill
-emits, per ``spec_verify_calls_total``; its gauge ``spec_accept_length`` is of the last interval of its log.
+* Ours and vLLM's have the same names, and give the accept length as ``1 + accepted / drafts``. This
+  counts a bonus token even where a reply ended before it, so it is a little above the figure of the
+  replies (``return_speculation``) when they are short.
+* SGLang (0.5) counts no accepted tokens. Its accept length is the tokens of replies but the first
+  of each, which prefill emits, per ``spec_verify_calls_total``. Its gauge ``spec_accept_length`` is
+  of the last interval of its log.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,11 +24,14 @@ if TYPE_CHECKING:
 
 ENGINES = {"eagle_kit:": "eagle-kit", "vllm:": "vLLM", "sglang:": "SGLang"}
 """Prefix of an engine's metrics -> its name."""
-DRAFTS, DRAFTED, ACCEPTED = (
-    f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")
-)
-PER_POSITION, CYCLES = "spec_decode_num_accepted_tokens_per_pos", "spec_decode_num_cycles"
-VERIFY_CALLS, REQUESTS, GAUGE = "spec_verify_calls", "num_requests", "spec_accept_length"
+DRAFTS = "spec_decode_num_drafts"
+DRAFTED = "spec_decode_num_draft_tokens"
+ACCEPTED = "spec_decode_num_accepted_tokens"
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+CYCLES = "spec_decode_num_cycles"
+VERIFY_CALLS = "spec_verify_calls"
+REQUESTS = "num_requests"
+GAUGE = "spec_accept_length"
 TOKENS = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens")
 
 
@@ -37,8 +43,9 @@ class Snapshot:
         counters: by name.
         accepted_at: accepted tokens by the depth of their draft, from 0.
         engine: name of the engine that wrote them; empty when none is known.
-        gauge: SGLang's accept length of the last interval, the mean over what reports one; None without.
-        cycles: ours by speculation shape.
+        gauge: SGLang's accept length of the last interval, the mean over all labels; None without
+            one.
+        cycles: cycles of our engine, by speculation shape.
     """
 
     counters: Mapping[str, float] = field(default_factory=dict)
@@ -70,11 +77,11 @@ def read_samples(text: str) -> "list[Sample]":
 
 
 def parse_metrics(text: str) -> Snapshot:
-    """Counters of Prometheus' text format; samples that are not counted here are passed over. Raises
-    UserError as :func:`read_samples`."""
-    counters: dict[str, float] = {}
-    accepted_at: dict[int, float] = {}
-    cycles: dict[str, float] = {}
+    """Counters in Prometheus' text format; other samples are passed over. Raises UserError as
+    :func:`read_samples`."""
+    counters: dict[str, float] = defaultdict(float)
+    accepted_at: dict[int, float] = defaultdict(float)
+    cycles: dict[str, float] = defaultdict(float)
     gauges = []
     engine = ""
     for sample in read_samples(text):
@@ -84,16 +91,15 @@ def parse_metrics(text: str) -> Snapshot:
         engine = ENGINES[prefix]
         name = sample.name.removeprefix(prefix).removesuffix("_total")
         if name == PER_POSITION and sample.labels.get("position", "").isdigit():
-            depth = int(sample.labels["position"])
-            accepted_at[depth] = accepted_at.get(depth, 0.0) + sample.value
+            accepted_at[int(sample.labels["position"])] += sample.value
         elif name == CYCLES and "shape" in sample.labels:
-            shape = sample.labels["shape"]
-            cycles[shape] = cycles.get(shape, 0.0) + sample.value
+            cycles[sample.labels["shape"]] += sample.value
         elif name in (DRAFTS, DRAFTED, ACCEPTED, VERIFY_CALLS, REQUESTS, *TOKENS):
-            counters[name] = counters.get(name, 0.0) + sample.value
+            counters[name] += sample.value
         elif name == GAUGE and sample.value > 0:
             gauges.append(sample.value)
-    return Snapshot(counters, accepted_at, engine, sum(gauges) / len(gauges) if gauges else None, cycles)
+    gauge = sum(gauges) / len(gauges) if gauges else None
+    return Snapshot(dict(counters), dict(accepted_at), engine, gauge, dict(cycles))
 
 
 def root_of(base_url: str) -> str:
@@ -146,16 +152,24 @@ def difference(before: Snapshot, after: Snapshot) -> dict[str, Any]:
         return value
 
     figures: dict[str, Any] = {name: round(between(name)) for name in TOKENS if name in after.counters}
-    drafts, drafted, accepted = (round(between(name)) for name in (DRAFTS, DRAFTED, ACCEPTED))
+    drafts = round(between(DRAFTS))
+    drafted = round(between(DRAFTED))
+    accepted = round(between(ACCEPTED))
+    verify_calls = round(between(VERIFY_CALLS))
     if drafts:
-        figures |= {"verifies": drafts, "draft tokens": drafted, "accepted tokens": accepted}
+        # Ours and vLLM's.
+        figures["verifies"] = drafts
+        figures["draft tokens"] = drafted
+        figures["accepted tokens"] = accepted
         figures["accept length"] = 1 + accepted / drafts
         for depth in sorted(after.accepted_at):
             count = after.accepted_at[depth] - before.accepted_at.get(depth, 0.0)
             figures[f"accepted at depth {depth + 1}"] = count / drafts
-    elif verifies := round(between(VERIFY_CALLS)):
+    elif verify_calls:
+        # SGLang's. The first token of each reply comes from prefill.
         emitted = figures.get("generation_tokens", 0) - round(between(REQUESTS))
-        figures |= {"verifies": verifies, "accept length": emitted / verifies}
+        figures["verifies"] = verify_calls
+        figures["accept length"] = emitted / verify_calls
     elif after.gauge is not None:
         figures["accept length of the last interval"] = after.gauge
     return figures

@@ -7,7 +7,7 @@ which one goes first rotates: drift then hits all of them alike, and their ratio
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
@@ -21,6 +21,14 @@ from eagle_kit.report.stages import TimeLeft, mute, say
 WARM_UP_TOKENS = 16
 Engines = dict[str | None, EvalEngine]
 """By draft name; None is the plain one."""
+
+
+class PromptBatch(NamedTuple):
+    """Prompts of a task that are decoded together, in one of their turns."""
+
+    task: Task
+    prompts: list[EvalPrompt]
+    turn: int
 
 
 @dataclass(frozen=True)
@@ -48,21 +56,25 @@ class Decoder:
         """Decode all prompts that are not done. Ctrl-C says how to go on and is passed on."""
         from tqdm import tqdm
 
-        total = self.num_pending * len(self.runs)
+        num_runs = len(self.runs)
+        total = self.num_pending * num_runs
         bar = tqdm(total=total, unit="answer", dynamic_ncols=True, disable=not self.show_progress)
         try:
             bar.set_description("warm-up")
             self._warm_up(engines)
-            left = TimeLeft(
-                total, sample=self.batch_size * len(self.runs), prints=say if self.show_progress else mute
-            )
-            for number, (task, prompts, turn) in enumerate(self._batches()):
-                todo = [p for p in prompts if self.store.get((task.name, p.id, turn)) is None]
-                if todo:
-                    bar.set_description(task.name)
-                    outputs = self._decode(engines, task, todo, turn, number % len(self.runs), bar)
-                    self.store.add(self._answers(engines[None], task, todo, turn, outputs))
-                    left.count(len(todo) * len(self.runs))
+
+            # Decode batch by batch. Another setting goes first each time.
+            prints = say if self.show_progress else mute
+            time_left = TimeLeft(total, sample=self.batch_size * num_runs, prints=prints)
+            for number, whole in enumerate(self._batches()):
+                batch = self._pending(whole)
+                if not batch.prompts:
+                    continue
+                bar.set_description(batch.task.name)
+                first = number % num_runs
+                outputs = self._decode(engines, batch, self.runs[first:] + self.runs[:first], bar)
+                self.store.add(self._answers(engines[None], batch, outputs))
+                time_left.count(len(batch.prompts) * num_runs)
         except KeyboardInterrupt:
             bar.close()
             print(
@@ -74,13 +86,19 @@ class Decoder:
         finally:
             bar.close()
 
-    def _batches(self) -> Iterator[tuple[Task, list[EvalPrompt], int]]:
-        """(task, prompts, turn), the same sequence on every resume."""
+    def _batches(self) -> Iterator[PromptBatch]:
+        """All batches, the same sequence on every resume."""
         for task in self.tasks:
             for start in range(0, len(task.prompts), self.batch_size):
                 prompts = task.prompts[start : start + self.batch_size]
                 for turn in range(max(len(prompt.turns) for prompt in prompts)):
-                    yield task, [prompt for prompt in prompts if turn < len(prompt.turns)], turn
+                    yield PromptBatch(task, [prompt for prompt in prompts if turn < len(prompt.turns)], turn)
+
+    def _pending(self, batch: PromptBatch) -> PromptBatch:
+        """The prompts of a batch that lack an answer of some setting."""
+        task, prompts, turn = batch
+        pending = [prompt for prompt in prompts if self.store.get((task.name, prompt.id, turn)) is None]
+        return batch._replace(prompts=pending)
 
     def _warm_up(self, engines: Engines) -> None:
         """Decode a little with every setting, unmeasured: first calls allocate, compile and fill caches."""
@@ -91,57 +109,60 @@ class Decoder:
             engine.chat([engine.tokenize_task(prompt) for prompt in prompts], params, shape=run.shape)
 
     def _decode(
-        self, engines: Engines, task: Task, prompts: list[EvalPrompt], turn: int, first: int, bar: Any
+        self, engines: Engines, batch: PromptBatch, runs: Sequence[Setting], bar: Any
     ) -> dict[Setting, list[RequestOutput]]:
-        """Decode one turn of a batch of prompts with every setting, beginning with setting ``first``."""
-        given = [p.given([self._plain_reply(task, p, earlier) for earlier in range(turn)]) for p in prompts]
+        """Decode a batch with every setting, in the order of ``runs``."""
+        # Later turns follow plain decoding's replies to the earlier ones, in every setting.
+        prompts = []
+        for prompt in batch.prompts:
+            replies = [self._plain_reply(batch.task, prompt, turn) for turn in range(batch.turn)]
+            prompts.append(prompt.given(replies))
+
         outputs = {}
-        for run in self.runs[first:] + self.runs[:first]:
+        for run in runs:
+            engine = engines[run.draft]
             try:
-                engine = engines[run.draft]
-                prompt_ids = [engine.tokenize_task(prompt) for prompt in given]
+                prompt_ids = [engine.tokenize_task(prompt) for prompt in prompts]
                 outputs[run] = engine.chat(prompt_ids, self.params, shape=run.shape)
             except UserError as error:
-                ids = ", ".join(prompt.id for prompt in prompts)
-                raise UserError(f"{task.name} {ids}, turn {turn + 1}: {error.cause}", error.remedy) from None
+                ids = ", ".join(prompt.id for prompt in batch.prompts)
+                where = f"{batch.task.name} {ids}, turn {batch.turn + 1}"
+                raise UserError(f"{where}: {error.cause}", error.remedy) from None
             bar.update(len(prompts))
         return outputs
 
     def _answers(
-        self,
-        engine: EvalEngine,
-        task: Task,
-        prompts: list[EvalPrompt],
-        turn: int,
-        outputs: dict[Setting, list[RequestOutput]],
+        self, engine: EvalEngine, batch: PromptBatch, outputs: dict[Setting, list[RequestOutput]]
     ) -> list[Answer]:
         """Turn outputs into records, each compared with the plain one."""
         answers = []
         for run in self.runs:
+            # Replies share the seconds of their batch by their decoded tokens.
             seconds = batch_decode_seconds(outputs[run])
-            num_tokens = sum(max(len(output.token_ids) - 1, 0) for output in outputs[run])
-            for prompt, output, plain in zip(prompts, outputs[run], outputs[PLAIN], strict=True):
-                difference = None if run == PLAIN else compare_outputs(engine, plain, output)
-                share = max(len(output.token_ids) - 1, 0) / num_tokens if num_tokens else 0.0
-                answers.append(
-                    Answer(
-                        task.name,
-                        prompt.id,
-                        prompt.category,
-                        turn,
-                        *run,
-                        num_prompt_tokens=len(output.prompt_ids),
-                        token_ids=list(output.token_ids),
-                        finish_reason=output.finish_reason,
-                        stats=output.stats,
-                        prefill_s=output.prefill_s,
-                        decode_s=output.decode_s,
-                        decode_share_s=seconds * share,
-                        identical=None if run == PLAIN else difference is None,
-                        difference=None if difference is None else asdict(difference),
-                        text=output.text,
-                    )
+            num_batch_tokens = sum(_num_decoded(output) for output in outputs[run])
+            for prompt, output, plain in zip(batch.prompts, outputs[run], outputs[PLAIN], strict=True):
+                share = _num_decoded(output) / max(num_batch_tokens, 1)
+                answer = Answer(
+                    task=batch.task.name,
+                    id=prompt.id,
+                    category=prompt.category,
+                    turn=batch.turn,
+                    draft=run.draft,
+                    shape=run.shape,
+                    num_prompt_tokens=len(output.prompt_ids),
+                    token_ids=list(output.token_ids),
+                    finish_reason=output.finish_reason,
+                    stats=output.stats,
+                    prefill_s=output.prefill_s,
+                    decode_s=output.decode_s,
+                    decode_share_s=seconds * share,
+                    text=output.text,
                 )
+                if run != PLAIN:
+                    difference = compare_outputs(engine, plain, output)
+                    answer.identical = difference is None
+                    answer.difference = None if difference is None else asdict(difference)
+                answers.append(answer)
         return answers
 
     def _plain_reply(self, task: Task, prompt: EvalPrompt, turn: int) -> str:
@@ -150,13 +171,20 @@ class Decoder:
         return group[PLAIN].text
 
 
+def _num_decoded(output: RequestOutput) -> int:
+    """Tokens that decoding produced: all but the first, which comes from prefill."""
+    return max(len(output.token_ids) - 1, 0)
+
+
 def batch_decode_seconds(outputs: Sequence[RequestOutput]) -> float:
     """Seconds that a batch spent decoding, from its last prefill to its last token.
 
-    The engine prefills the requests of a batch one after another before it decodes them together, so the own
-    ``decode_s`` of an early request holds the prefill of the later ones, which is not decoding.
+    The engine prefills the requests of a batch one after another before it decodes them together.
+    So ``decode_s`` of an early request includes the prefill of the later ones, which is not
+    decoding.
     """
-    clock = last_token = 0.0
+    clock = 0.0
+    last_token = 0.0
     for output in outputs:
         clock += output.prefill_s
         last_token = max(last_token, clock + output.decode_s)

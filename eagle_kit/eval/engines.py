@@ -58,11 +58,14 @@ def open_drafts(target: str | Path, drafts: Mapping[str, str | Path]) -> "dict[s
 def make_engines(
     target: str, drafts: Sequence["AnyDraft"], *, config: EngineConfig, records: bool = True
 ) -> list[EvalEngine]:
-    """Load the target once and every draft; one that does not fit is refused before the target is loaded.
-    With tensor parallelism one engine decodes plainly and with its draft.
+    """Load the target once and every draft, and make an engine for plain decoding and one for each
+    draft.
+
+    With tensor parallelism there is one engine, which decodes plainly and with its draft.
 
     Args:
-        records: whether cycles on a CPU are recorded, see serve.cpu_graph.
+        records: whether cycles on a CPU are recorded, see
+            :mod:`~eagle_kit.engine.graphs.cpu_graph`.
     """
     from eagle_kit.drafts.files.findings import raise_on_errors
     from eagle_kit.drafts.files.validate import validate_draft
@@ -70,6 +73,7 @@ def make_engines(
     from eagle_kit.engine.options import choose_device
     from eagle_kit.models.loading.source import resolve_target
 
+    # Refuse drafts that do not fit before the target is loaded.
     folder: Path = resolve_target(target)
     if config.tensor_parallel > 1 and len(drafts) > 1:
         raise UserError(
@@ -78,18 +82,16 @@ def make_engines(
         )
     for draft in drafts:
         raise_on_errors(validate_draft(draft, folder, config.chat_template))
+
+    # Load the target once.
     if not records and choose_device(config.device) == "cpu":
         config = config.replace(graph_mode="off")
     if config.tensor_parallel > 1:
         one = LLM(folder, drafts[0] if drafts else None, config)
         return [one] * (1 + len(drafts))
     plain = LLM(folder, config=config)
-    return [plain, *(LLM(plain.target, draft, config, tokenizer=plain.tokenizer) for draft in drafts)]
-
-
-def place(engine: EvalEngine) -> tuple[str, str]:
-    """(device, format of the weights) of the target, such as ``("cpu", "float32")``."""
-    return str(engine.target.embed_tokens.weight.device), engine.target.weight_format
+    drafting = [LLM(plain.target, draft, config, tokenizer=plain.tokenizer) for draft in drafts]
+    return [plain, *drafting]
 
 
 def check_prompts(engine: EvalEngine, tasks: Sequence[Task]) -> None:

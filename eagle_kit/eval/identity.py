@@ -15,10 +15,13 @@ class Difference:
 
     Attributes:
         position: index in the reply, 0 for its first token.
-        plain_token, token: token ids of both answers there; None where an answer has already ended.
-        plain_text, text: those tokens as text.
-        logit_gap: target logit of the plain token minus that of the other one, from one forward over the
-            shared prefix. Near 0 it is a tie that rounding decided; None where an answer had ended.
+        plain_token: token id of the plain answer there; None where that answer has ended.
+        token: token id of the other answer there; None where that answer has ended.
+        plain_text: the plain token as text.
+        text: the other token as text.
+        logit_gap: target logit of the plain token minus that of the other one, from one forward
+            over the shared prefix. A gap near 0 is a tie that rounding decided. None where an
+            answer has ended.
     """
 
     position: int
@@ -31,24 +34,36 @@ class Difference:
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     """Index of the first differing token (the shorter length when one is a prefix), None when equal."""
-    for position, (a, b) in enumerate(zip_longest(plain, other)):
-        if a != b:
+    for position, (plain_token, token) in enumerate(zip_longest(plain, other)):
+        if plain_token != token:
             return position
     return None
 
 
 def compare_outputs(engine: Any, plain: RequestOutput, other: RequestOutput) -> Difference | None:
-    """Compare two answers to one prompt; ``engine`` gives logits and tokenizer when they differ."""
+    """Compare two answers to one prompt. ``engine`` computes the logits where they differ."""
     position = first_difference(plain.token_ids, other.token_ids)
     if position is None:
         return None
-    a = plain.token_ids[position] if position < len(plain.token_ids) else None
-    b = other.token_ids[position] if position < len(other.token_ids) else None
-    gap = None
-    if a is not None and b is not None:
-        row = engine.logits(plain.prompt_ids + plain.token_ids[:position])[-1]
-        gap = float(row[a]) - float(row[b])
-    return Difference(position, a, b, _token_text(engine, a), _token_text(engine, b), gap)
+    plain_token = _token_at(plain, position)
+    token = _token_at(other, position)
+    logit_gap = None
+    if plain_token is not None and token is not None:
+        logits = engine.logits(plain.prompt_ids + plain.token_ids[:position])[-1]
+        logit_gap = float(logits[plain_token]) - float(logits[token])
+    return Difference(
+        position,
+        plain_token,
+        token,
+        plain_text=_token_text(engine, plain_token),
+        text=_token_text(engine, token),
+        logit_gap=logit_gap,
+    )
+
+
+def _token_at(output: RequestOutput, position: int) -> int | None:
+    """Token of a reply; None after its end."""
+    return output.token_ids[position] if position < len(output.token_ids) else None
 
 
 def describe(record: dict[str, Any]) -> str:

@@ -14,17 +14,22 @@ from eagle_kit.report.plots import Bars, BarSeries, Colour, Curve, Curves, draw,
 from eagle_kit.report.tables import Table, number
 
 MAX_DIFFERENCES = 5
+"""Differences from plain decoding that are printed."""
 REACHED = "kept at depth 1, 2, ..."
 COLUMNS = ("task", "draft", "shape", "answers", "accept length", REACHED, "tok/s", "speed-up", "same")
 LEFT = ("task", "draft", "shape", REACHED)
 PLOT = "summary.png"
+Colours = dict[tuple[str, str], Colour]
+"""By draft and shape."""
 
 
 def report(summary: dict[str, Any]) -> str:
     """Text to print after a run: its setup, the tables, the identity check, the files."""
     settings = summary["settings"]
-    length, batch = settings["max_tokens"], settings["batch_size"]
-    head = f"{setup(summary)}; greedy, up to {length} tokens a reply, batch {batch}"
+    head = (
+        f"{setup(summary)}; greedy, up to {settings['max_tokens']} tokens a reply, "
+        f"batch {settings['batch_size']}"
+    )
     lines = [head, "", table(summary), ""]
     if any(row["category"] != ALL and row["draft"] is not None for row in summary["rows"]):
         lines += ["accept length by category", category_table(summary), ""]
@@ -44,26 +49,35 @@ def table(summary: dict[str, Any]) -> str:
     """An aligned table: every setting of every task, and of all tasks together when there are several."""
     lines: list[list[str]] = []
     for task in shown_tasks(summary):
-        of_task = [row for row in summary["rows"] if row["task"] == task and row["category"] == ALL]
-        lines += [[]] * bool(lines) + [_cells(row) for row in of_task]
+        if lines:
+            lines.append([])  # a gap between tasks
+        for row in summary["rows"]:
+            if row["task"] == task and row["category"] == ALL:
+                lines.append(_cells(row))
     return Table(COLUMNS, lines, LEFT).text()
 
 
 def category_table(summary: dict[str, Any]) -> str:
     """An aligned table of accept lengths: a line for every setting of a task, a column for every category."""
     rows = [row for row in summary["rows"] if row["category"] != ALL and row["draft"] is not None]
-    lengths: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in rows:
-        of_setting = lengths.setdefault((row["task"], row["draft"], row["shape"]), {})
-        of_setting[row["category"]] = number(row["accept_length"])
     categories = list(dict.fromkeys(row["category"] for row in rows))
-    lines = [[*key, *(found.get(name, "") for name in categories)] for key, found in lengths.items()]
+
+    # Accept lengths by category of every task, draft and shape.
+    by_setting: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in rows:
+        key = (row["task"], row["draft"], row["shape"])
+        lengths = by_setting.setdefault(key, {})
+        lengths[row["category"]] = number(row["accept_length"])
+    lines = []
+    for key, lengths in by_setting.items():
+        lines.append([*key, *(lengths.get(category, "") for category in categories)])
     return Table([*LEFT[:3], *categories], lines, LEFT).text()
 
 
 def identity_lines(summary: dict[str, Any]) -> list[str]:
     """``greedy identical: yes`` or ``no``, with the first differences named."""
-    count, different = summary["num_compared"], summary["differences"]
+    count = summary["num_compared"]
+    different = summary["differences"]
     if summary["greedy_identical"] is None:
         return ["greedy identical: nothing to compare, only plain decoding was measured"]
     if summary["greedy_identical"]:
@@ -78,37 +92,40 @@ def identity_lines(summary: dict[str, Any]) -> list[str]:
 def plot(summary: dict[str, Any], folder: Path) -> Path | None:
     """Draw accept length and speed-up by task, and acceptance by depth, into one PNG in ``folder``.
 
-    A draft has a hue, and its shapes are shades of it.
-
     Returns:
         The path; None when only plain decoding was measured.
 
     Raises:
         UserError: matplotlib is missing.
     """
-    colours = _colours([(row["draft"], row["shape"]) for row in summary["rows"] if row["draft"] is not None])
-    if not colours:
+    settings = [(row["draft"], row["shape"]) for row in summary["rows"] if row["draft"] is not None]
+    if not settings:
         return None
-    tasks = shown_tasks(summary)
-
-    def bars(field: str, title: str, across: str) -> Bars:
-        series = []
-        for (draft, shape), colour in colours.items():
-            values = [find_row(summary, draft, shape, task)[field] for task in tasks]
-            series.append(BarSeries(f"{draft}  {_label(shape)}", values, colour))
-        return Bars(across, [part_label(task) for task in tasks], series, title, line=1.0)
-
-    curves = []
-    for (draft, shape), colour in colours.items():
-        shares = find_row(summary, draft, shape)["acceptance_per_position"]
-        depths = range(1, (len(shares) if shape == AUTO else SpecShape.parse(shape).steps) + 1)
-        percent = [100 * share for share in shares] + [0.0] * (len(depths) - len(shares))
-        curves.append(Curve(depths, percent, "", colour, "o-"))
+    colours = _colours(settings)
     reached = "% of verifies that kept it (all tasks)"
     panels: list[Curves | Bars] = [
-        bars("accept_length", "Accept length", "tokens per verify, bonus token included (line at 1)"),
-        Curves("depth of the draft token", reached, curves, "Acceptance", (0, 100), whole=True),
-        bars("speedup", "Speed-up", "median over replies of tokens/s over plain (line at 1)"),
+        _bars(
+            summary,
+            colours,
+            "accept_length",
+            title="Accept length",
+            across="tokens per verify, bonus token included (line at 1)",
+        ),
+        Curves(
+            across="depth of the draft token",
+            up=reached,
+            curves=_acceptance_curves(summary, colours),
+            title="Acceptance",
+            limits=(0, 100),
+            whole=True,
+        ),
+        _bars(
+            summary,
+            colours,
+            "speedup",
+            title="Speed-up",
+            across="median over replies of tokens/s over plain (line at 1)",
+        ),
     ]
     batch = f"greedy, batch {summary['settings']['batch_size']}, {summary['num_prompts']} prompts"
     path = folder / PLOT
@@ -116,6 +133,28 @@ def plot(summary: dict[str, Any], folder: Path) -> Path | None:
     png = draw(f"Speculative decoding\n{setup(summary)}, {batch}", panels, legend=True)
     write_bytes_atomically(path, png)
     return path
+
+
+def _bars(summary: dict[str, Any], colours: Colours, field: str, title: str, across: str) -> Bars:
+    """Bars of a figure by task, draft and shape."""
+    tasks = shown_tasks(summary)
+    series = []
+    for (draft, shape), colour in colours.items():
+        values = [find_row(summary, draft, shape, task)[field] for task in tasks]
+        series.append(BarSeries(f"{draft}  {_label(shape)}", values, colour))
+    return Bars(across, [part_label(task) for task in tasks], series, title, line=1.0)
+
+
+def _acceptance_curves(summary: dict[str, Any], colours: Colours) -> list[Curve]:
+    """Curves of the acceptance in percent by depth, over all tasks."""
+    curves = []
+    for (draft, shape), colour in colours.items():
+        shares = find_row(summary, draft, shape)["acceptance_per_position"]
+        num_depths = len(shares) if shape == AUTO else SpecShape.parse(shape).steps
+        percent = [100 * share for share in shares]
+        percent += [0.0] * (num_depths - len(shares))  # depths that no verify reached
+        curves.append(Curve(range(1, num_depths + 1), percent, "", colour, "o-"))
+    return curves
 
 
 def _label(shape: str) -> str:
@@ -133,23 +172,29 @@ def part_label(task: str) -> str:
     return "all tasks" if task == ALL else task
 
 
-def _colours(settings: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Colour]:
-    """Colour of every (draft, shape)."""
-    drafts, shapes = (
-        (list(dict.fromkeys(names)) for names in zip(*settings, strict=True)) if settings else ([], [])
-    )
-    lighter = 0.55 / max(len(shapes) - 1, 1)
-    return {
-        (d, s): shade(hue(drafts.index(d)), lighter * shapes.index(s)) for d, s in dict.fromkeys(settings)
-    }
+def _colours(settings: Sequence[tuple[str, str]]) -> Colours:
+    """Colour of every draft and shape: a draft has a hue, and its shapes are shades of it."""
+    drafts = list(dict.fromkeys(draft for draft, _ in settings))
+    shapes = list(dict.fromkeys(shape for _, shape in settings))
+    step = 0.55 / max(len(shapes) - 1, 1)
+    colours = {}
+    for draft, shape in settings:
+        colours[draft, shape] = shade(hue(drafts.index(draft)), step * shapes.index(shape))
+    return colours
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    speed = number(row["decode_tokens_per_s"], 1)
-    reached = " ".join(f"{share:.0%}" for share in row["acceptance_per_position"])
-    task, count = part_label(row["task"]), str(row["num_answers"])
-    if row["draft"] is None:
-        return [task, "plain", "", count, "", reached, speed, "", ""]
+    """Cells of a row, in the order of :data:`COLUMNS`."""
+    is_plain = row["draft"] is None
     same = f"{row['num_different']} differ" if row["num_different"] else "yes"
-    length, speedup = number(row["accept_length"]), number(row["speedup"])
-    return [task, row["draft"], row["shape"], count, length, reached, speed, speedup, same]
+    return [
+        part_label(row["task"]),
+        "plain" if is_plain else row["draft"],
+        "" if is_plain else row["shape"],
+        str(row["num_answers"]),
+        "" if is_plain else number(row["accept_length"]),
+        " ".join(f"{share:.0%}" for share in row["acceptance_per_position"]),
+        number(row["decode_tokens_per_s"], 1),
+        "" if is_plain else number(row["speedup"]),
+        "" if is_plain else same,
+    ]

@@ -4,7 +4,7 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
@@ -22,15 +22,18 @@ from eagle_kit.eval.answers import (
     fingerprint,
 )
 from eagle_kit.eval.decoder import Decoder
-from eagle_kit.eval.engines import MakeEngines, check_prompts, make_engines, open_drafts, place
+from eagle_kit.eval.engines import EvalEngine, MakeEngines, check_prompts, make_engines, open_drafts
 from eagle_kit.eval.report import plot, report
 from eagle_kit.eval.summary import summarise
 from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
 from eagle_kit.report.plots import require_matplotlib
 
-NAMED = ("max_batch_size", "dtype", "device", "max_context")
-"""Options of the engine that are always in the settings. Other options are in them unless they have their
-defaults. The engine's seed is never in them, since greedy decoding does not use it."""
+if TYPE_CHECKING:
+    from eagle_kit.drafts.files.draft import DraftFolder
+
+NAMED_OPTIONS = ("max_batch_size", "dtype", "device", "max_context")
+"""Options of the engine that are in the settings by name. Others are in them where they differ from
+their defaults."""
 NO_TEMPLATE = "note: the target has no chat template, so it continues each prompt as a text."
 LOCK = ".lock"
 MOST_RECORDED = 8
@@ -54,8 +57,8 @@ def run_eval(
 
     Args:
         target: a local folder, a hub id or a known name.
-        drafts: folders, hub ids or known names of drafts, by the names of :func:`name_drafts`; none measures
-            plain decoding only.
+        drafts: folders, hub ids or known names of drafts, by the names of :func:`name_drafts`;
+            without one plain decoding alone is measured.
         out: folder of the results.
         quiet: no progress bar and no report on the terminal.
         command: kept in the summary; default the process's own command line.
@@ -69,18 +72,66 @@ def run_eval(
     """
     if config.plots:
         require_matplotlib("give --no-plots")
-    engine = config.engine
+
+    # Open the drafts, before the target is loaded, and read the tasks.
     opened = {} if engines is not None else open_drafts(target, drafts)
-    places = {name: opened[name].path if name in opened else draft for name, draft in drafts.items()}
     runs = [PLAIN, *(Setting(name, shape) for name in drafts for shape in config.shapes)]
-    kwargs = config.chat_template_kwargs
-    loaded = [task.limited(config.limit, config.seed).given(kwargs) for task in load_tasks(config.tasks)]
-    settings = {
+    tasks = []
+    for task in load_tasks(config.tasks):
+        limited = task.limited(config.limit, config.seed)
+        tasks.append(limited.given(config.chat_template_kwargs))
+    settings = _settings(target, drafts, opened, config, tasks)
+
+    with sole_writer(Path(out), Path(out) / LOCK):
+        # Decode what an earlier run with the same settings has not.
+        store = AnswerStore(Path(out), settings, runs)
+        params = SamplingParams(max_tokens=config.max_tokens)
+        batch_size = config.engine.max_batch_size
+        decoder = Decoder(tasks, runs, params, batch_size, store, show_progress=not quiet)
+        if decoder.num_pending:
+            if engines is None:
+                engines = _default_engines(config.engine, len(runs), quiet)
+            given = [opened.get(name, str(draft)) for name, draft in drafts.items()]
+            made = dict(zip([None, *drafts], engines(str(target), given), strict=True))
+            plain = made[None]
+            check_prompts(plain, tasks)
+            if not (quiet or has_chat_template(plain.tokenizer)):
+                print(NO_TEMPLATE)
+            store.start(_about(target, plain, command))
+            try:
+                decoder.run(made)
+            finally:
+                plain.close()
+
+        # Summarise all answers.
+        paths = {name: str(path) for name, path in drafts.items()}
+        return _finish(store, runs, tasks, paths, config.plots, quiet)
+
+
+def _settings(
+    target: str | Path,
+    drafts: Mapping[str, str | Path],
+    opened: "Mapping[str, DraftFolder]",
+    config: EvalConfig,
+    tasks: Sequence[Task],
+) -> dict[str, Any]:
+    """Everything that decides the answers and their speed; a run is not resumed with other
+    settings.
+
+    Args:
+        opened: the drafts that were opened, by name.
+    """
+    engine = config.engine
+    fingerprints = {}
+    for name, draft in drafts.items():
+        path = opened[name].path if name in opened else draft
+        fingerprints[name] = fingerprint(path) or str(path)
+    settings: dict[str, Any] = {
         "target": str(target),
         "target_fingerprint": fingerprint(target),
-        "drafts": {name: fingerprint(path) or str(path) for name, path in places.items()},
+        "drafts": fingerprints,
         "shapes": list(config.shapes) if drafts else [],
-        "tasks": {task.name: task.fingerprint for task in loaded},
+        "tasks": {task.name: task.fingerprint for task in tasks},
         "max_tokens": config.max_tokens,
         "limit": config.limit,
         "batch_size": engine.max_batch_size,
@@ -88,45 +139,45 @@ def run_eval(
         "dtype": engine.dtype,
         "device": engine.device,
         "max_context": engine.max_context,
-        **({"chat_template_kwargs": kwargs} if kwargs else {}),
-        **engine.model_dump(mode="json", exclude={*NAMED, "seed", "chat_template"}, exclude_defaults=True),
-        **_template_settings(engine),
-        **_speed_settings(),
     }
-    with sole_writer(Path(out), Path(out) / LOCK):
-        store = AnswerStore(Path(out), settings, runs)
-        params = SamplingParams(max_tokens=config.max_tokens)
-        decoder = Decoder(loaded, runs, params, engine.max_batch_size, store, show_progress=not quiet)
-        if decoder.num_pending:
-            if engines is None:
-                records = len(runs) <= MOST_RECORDED
-                if not (records or quiet):
-                    print(
-                        f"note: cycles on a CPU are not recorded, {len(runs)} settings would keep too many."
-                    )
-                engines = functools.partial(make_engines, config=engine, records=records)
-            given = [opened.get(name, str(draft)) for name, draft in drafts.items()]
-            made = dict(zip([None, *drafts], engines(str(target), given), strict=True))
-            check_prompts(made[None], loaded)
-            if not (quiet or has_chat_template(made[None].tokenizer)):
-                print(NO_TEMPLATE)
-            where, real_dtype = place(made[None])
-            store.start(
-                {
-                    "target": {"name": _public_name(target), "device": where, "dtype": real_dtype},
-                    "machine": describe_machine(where),
-                    "versions": describe_versions(),
-                    "command": command or command_line(),
-                    "date": now(),
-                }
-            )
-            try:
-                decoder.run(made)
-            finally:
-                made[None].close()
-        return _finish(
-            store, runs, loaded, {name: str(path) for name, path in drafts.items()}, config.plots, quiet
-        )
+    if config.chat_template_kwargs:
+        settings["chat_template_kwargs"] = config.chat_template_kwargs
+
+    # Other options of the engine. The seed decides nothing, since decoding is greedy.
+    settings |= engine.model_dump(
+        mode="json",
+        exclude={*NAMED_OPTIONS, "seed", "chat_template"},
+        exclude_defaults=True,
+    )
+    if engine.chat_template is not None:
+        # The hash, since the file may change.
+        template = read_chat_template(engine.chat_template)
+        settings["chat_template"] = hashlib.sha256(template.encode()).hexdigest()[:16]
+    return settings | _speed_settings()
+
+
+def _default_engines(config: EngineConfig, num_settings: int, quiet: bool) -> MakeEngines:
+    """``LLM`` for every draft, without recordings of cycles where they would be too many."""
+    records = num_settings <= MOST_RECORDED
+    if not records and not quiet:
+        print(f"note: cycles on a CPU are not recorded, {num_settings} settings would keep too many.")
+    return functools.partial(make_engines, config=config, records=records)
+
+
+def _about(target: str | Path, engine: EvalEngine, command: str | None) -> dict[str, Any]:
+    """Target, machine, versions, command and date of a run."""
+    device = str(engine.target.embed_tokens.weight.device)
+    return {
+        "target": {
+            "name": _public_name(target),
+            "device": device,
+            "dtype": engine.target.weight_format,
+        },
+        "machine": describe_machine(device),
+        "versions": describe_versions(),
+        "command": command or command_line(),
+        "date": now(),
+    }
 
 
 def _finish(
@@ -149,7 +200,8 @@ def _finish(
     paths = {"answers": str(store.folder / ANSWERS_FILE), "summary": str(store.folder / SUMMARY_FILE)}
     if plots:
         picture = plot(summary, store.folder)
-        paths |= {} if picture is None else {"plot": str(picture)}
+        if picture is not None:
+            paths["plot"] = str(picture)
     summary["paths"] = paths
     write_json_atomically(store.folder / SUMMARY_FILE, summary)
     if not quiet:
@@ -158,8 +210,11 @@ def _finish(
 
 
 def name_drafts(drafts: Sequence[str | Path], given: Sequence[str] | None = None) -> dict[str, str]:
-    """Give every draft a short name, from its folder or id unless names are ``given``. Raises UserError when
-    they do not fit."""
+    """Give every draft a short name, from its folder or id unless names are ``given``.
+
+    Raises:
+        UserError: there are not as many names as drafts, or two names or drafts are the same.
+    """
     if given is None:
         given = _short_names(drafts)
     elif len(given) != len(drafts) or len(set(given)) < len(given):
@@ -171,10 +226,11 @@ def name_drafts(drafts: Sequence[str | Path], given: Sequence[str] | None = None
 
 
 def _short_names(drafts: Sequence[str | Path]) -> list[str]:
+    """As many last parts of each path or id as tell all drafts apart."""
     parts = [Path(draft).resolve().parts[1:] or (str(draft),) for draft in drafts]
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
-        # "best" and "step-400" say little without the run's name before them
+        # "best" and "step-400" say little without the name of the run before them.
         vague = depth == 1 and any(name == "best" or name.startswith("step-") for name in names)
         if len(set(names)) == len(names) and not vague:
             return names
@@ -184,20 +240,14 @@ def _short_names(drafts: Sequence[str | Path]) -> list[str]:
 
 
 def _public_name(target: str | Path) -> str:
-    """A local folder or file by its own name: its place here is of no use to readers of the results."""
-    return Path(target).resolve().name if Path(target).exists() else str(target)
-
-
-def _template_settings(engine: EngineConfig) -> dict[str, Any]:
-    """The hash of the chat template of the engine's options, since its file may change."""
-    if engine.chat_template is None:
-        return {}
-    template = read_chat_template(engine.chat_template)
-    return {"chat_template": hashlib.sha256(template.encode()).hexdigest()[:16]}
+    """A local folder or file by its name alone, since its path on this machine is of no use to
+    readers; any other target as it was given."""
+    path = Path(target)
+    return path.resolve().name if path.exists() else str(target)
 
 
 def _speed_settings() -> dict[str, Any]:
-    """Facts of the machine that decide speed: a run must not be resumed on another one."""
+    """Facts of the machine that decide speed, so that a run is not resumed on another one."""
     import torch
 
     return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "torch": torch.__version__}

@@ -14,7 +14,8 @@ from eagle_kit.report.tables import in_few_digits
 
 
 def count(base_url: str, command: Sequence[str], out: Path | None = None) -> int:
-    """Count while ``command`` runs, or until Ctrl-C without one, and print -> the command's exit code.
+    """Count while ``command`` runs, or until Ctrl-C without one, and print; returns the command's
+    exit code.
 
     Args:
         out: JSON file for the figures.

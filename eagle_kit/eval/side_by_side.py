@@ -1,7 +1,8 @@
 """Engines that decode the same prompts side by side, a cycle of one after a cycle of another.
 
-A machine that others share is faster now and slower then, for seconds on end. Settings that are run one after
-another meet different machines; cycles that alternate meet the same one, and their ratios are steady.
+A machine that others share changes its speed for seconds at a time. Engines that run one after
+another meet it at different speeds; engines that alternate cycle by cycle meet the same speed, so
+the ratios of their rates are steady.
 """
 
 import time
@@ -14,11 +15,17 @@ from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.request import Request
 
 WHOLE_REPLY = 1 << 30
+"""Cycles that are enough for any reply."""
 
 
 class Decoded(NamedTuple):
-    """What one engine did: the ``requests``, as they ended, tokens per second while it decoded, and
-    milliseconds of a cycle."""
+    """What one engine did.
+
+    Attributes:
+        requests: as they ended.
+        rate: tokens per second while it decoded.
+        cycle_ms: milliseconds of a cycle.
+    """
 
     requests: Sequence[Request]
     rate: float
@@ -26,8 +33,11 @@ class Decoded(NamedTuple):
 
 
 class _Lane:
-    """One engine. Prefill does not count, nor, unless ``counts_recording``, do cycles that make a recording,
-    once in an engine's life."""
+    """One engine with its requests, which are prefilled when it is made.
+
+    Neither prefill nor, unless ``counts_recording``, cycles that make a recording are counted: an
+    engine makes its recordings once.
+    """
 
     def __init__(
         self,
@@ -37,40 +47,54 @@ class _Lane:
         counts_recording: bool,
         while_whole: bool,
     ) -> None:
-        self._engine, self._counts_recording = llm.engine(), counts_recording
+        self._engine = llm.engine()
+        self._counts_recording = counts_recording
         self._while_whole = while_whole
+        self._num_counted_tokens = 0
+        self._num_cycles = 0
+        self._seconds = 0.0
         self.requests = [llm.make_request(prompt, params) for prompt in prompts]
         for request in self.requests:
             request.group = self.requests[0].number
         prefill(self._engine, self.requests)
-        self._num_counted, self._num_cycles, self._seconds = 0, 0, 0.0
 
     @property
     def is_running(self) -> bool:
-        ended = any(request.finish_reason is not None for request in self.requests)
-        return self._engine.has_work and not (self._while_whole and ended)
+        """False once all requests have ended, or one of them with ``while_whole``."""
+        if self._while_whole and any(request.finish_reason is not None for request in self.requests):
+            return False
+        return self._engine.has_work
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all replies so far."""
         return sum(len(request.token_ids) for request in self.requests)
 
+    @property
     def result(self) -> Decoded:
+        """The requests, and the figures of the cycles that count."""
+        rate = self._num_counted_tokens / max(self._seconds, 1e-9)
         cycle_ms = 1e3 * self._seconds / max(self._num_cycles, 1)
-        return Decoded(self.requests, self._num_counted / max(self._seconds, 1e-9), cycle_ms)
+        return Decoded(self.requests, rate, cycle_ms)
 
-    def turn(self, num_cycles: int) -> None:
-        before, num_warm_ups = self.num_tokens, self._engine.runner.graphs.num_warm_ups
-        begun, num_done = time.perf_counter(), 0
+    def run(self, num_cycles: int) -> None:
+        """Run ``num_cycles`` cycles, or as many as there are."""
+        runner = self._engine.runner
+        tokens_before = self.num_tokens
+        warm_ups_before = runner.graphs.num_warm_ups
+        num_done = 0
+        started = time.perf_counter()
         while self.is_running and num_done < num_cycles:
             self._engine.step()
             num_done += 1
-        seconds = time.perf_counter() - begun
-        if self._counts_recording or self._engine.runner.graphs.num_warm_ups == num_warm_ups:
-            self._num_counted += self.num_tokens - before
+        seconds = time.perf_counter() - started
+        if self._counts_recording or runner.graphs.num_warm_ups == warm_ups_before:
+            self._num_counted_tokens += self.num_tokens - tokens_before
             self._num_cycles += num_done
             self._seconds += seconds
 
     def end(self) -> None:
+        """Abort the requests that have not ended."""
         for request in self.requests:
             self._engine.abort(request)
         self._engine.drain()
@@ -84,23 +108,27 @@ def decode_side_by_side(
     counts_recording: bool = False,
     while_whole: bool = False,
 ) -> dict[str, Decoded]:
-    """Decode one batch of prompts with several engines, each in the shapes that it was made with. Cycles that
-    make a recording count if ``counts_recording``.
+    """Decode one batch of prompts with several engines, each in the shapes that it was made with.
 
-    With ``while_whole`` an engine stops when the first of its requests ends: what comes then is a smaller
-    batch, in which those are left that are drafted worst. A server that is asked goes on with others.
+    On a CPU the engine that has emitted the fewest tokens runs the next cycle. On a GPU, whose host
+    runs ahead of it, each decodes its replies as a whole.
 
-    On a CPU the engine that is behind the others runs the next cycle. On a GPU, whose host runs ahead of it,
-    each decodes its replies as a whole.
+    Args:
+        counts_recording: also count cycles that make a recording.
+        while_whole: stop an engine when the first of its requests ends. Behind it the batch is
+            smaller, and has the requests whose drafts are accepted least; a server would admit
+            others in its place.
     """
     on_gpu = any(llm.target.embed_tokens.weight.is_cuda for llm in llms.values())
+    num_cycles = WHOLE_REPLY if on_gpu else 1
     lanes: dict[str, _Lane] = {}
     try:
         for name, llm in llms.items():
             lanes[name] = _Lane(llm, prompts, params, counts_recording, while_whole)
         while running := [lane for lane in lanes.values() if lane.is_running]:
-            min(running, key=lambda lane: lane.num_tokens).turn(WHOLE_REPLY if on_gpu else 1)
-        return {name: lane.result() for name, lane in lanes.items()}
+            slowest = min(running, key=lambda lane: lane.num_tokens)
+            slowest.run(num_cycles)
+        return {name: lane.result for name, lane in lanes.items()}
     finally:
         for lane in lanes.values():
             lane.end()

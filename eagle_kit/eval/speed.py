@@ -24,20 +24,20 @@ from eagle_kit.report.tables import Table, number
 
 PLAIN = "none"
 MOST_WARM_UPS = 20
-"""Rounds of a batch size in which some engine still makes all of its graphs or recordings."""
+"""Most rounds of a batch size in which some engine only makes graphs or recordings."""
 COLUMNS = ("batch", "shape", "tokens/s", "times plain", "least", "most", "accept length")
 
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """What is measured.
+    """Prompts, batch sizes and shapes to measure.
 
     Attributes:
         tasks: names of task sets, or JSONL files.
         batch_sizes: prompts decoded together.
         shapes: speculation shapes; ``auto`` lets the engine choose.
         rounds: number of rounds of every batch size, each with prompts of its own.
-        max_tokens: tokens of a reply; replies go on behind their ends.
+        max_tokens: tokens of a reply; a reply does not end at its end token.
         seed: seed of the order of prompts.
     """
 
@@ -54,9 +54,13 @@ class SpeedRow:
     """Figures of one shape at one batch size.
 
     Attributes:
-        tokens_per_s: median over the rounds, prefill not counted.
-        times_plain: median over the rounds of the rate over that of plain decoding in the same round.
-        least, most: of these ratios.
+        batch_size: prompts decoded together.
+        shape: speculation shape.
+        tokens_per_s: median over the rounds, without prefill.
+        times_plain: median over the rounds of the rate, in times that of plain decoding in the same
+            round.
+        least: the smallest of these ratios.
+        most: the largest of them.
         accept_length: tokens per verify, the bonus token included; None where nothing was verified.
     """
 
@@ -70,14 +74,14 @@ class SpeedRow:
 
 
 def measure(target: str, draft: str, engine: EngineConfig, options: SpeedOptions, out: Path | None) -> int:
-    """Measure, print a table, and write the figures to ``out`` -> exit code 0.
+    """Measure, print a table, and write the figures to ``out``; returns the exit code 0.
 
     Raises:
         UserError: a model or task that cannot be loaded, or prompts that leave no room for replies.
     """
-    most = max(options.batch_sizes)
-    plain = LLM(target, config=engine, shape=PLAIN, max_batch_size=most)
-    llms = _engines(plain, draft, engine, options.shapes, most)
+    max_batch_size = max(options.batch_sizes)
+    plain = LLM(target, config=engine, shape=PLAIN, max_batch_size=max_batch_size)
+    llms = _engines(plain, draft, engine, options.shapes, max_batch_size)
     prompts = _prompts(plain, options)
     rows: list[SpeedRow] = []
     for batch_size in options.batch_sizes:
@@ -95,7 +99,7 @@ def measure(target: str, draft: str, engine: EngineConfig, options: SpeedOptions
 
 
 def _engines(
-    plain: LLM, draft: str, engine: EngineConfig, shapes: Sequence[str], most: int
+    plain: LLM, draft: str, engine: EngineConfig, shapes: Sequence[str], max_batch_size: int
 ) -> dict[str, LLM]:
     """Make an engine for every setting; they share the weights of target and draft."""
     llms = {PLAIN: plain}
@@ -107,7 +111,7 @@ def _engines(
             engine,
             tokenizer=plain.tokenizer,
             shape=None if shape == "auto" else shape,
-            max_batch_size=most,
+            max_batch_size=max_batch_size,
         )
         loaded = llm.draft
         llms[shape] = llm
@@ -131,19 +135,21 @@ def _prompts(llm: LLM, options: SpeedOptions) -> list[list[int]]:
 def _rounds(
     llms: Mapping[str, LLM], prompts: Sequence[list[int]], batch_size: int, options: SpeedOptions
 ) -> Iterator[dict[str, Decoded]]:
-    """Decode the rounds of a batch size. A round in which an engine only made graphs or recordings warms up,
-    as the first one does, and is not yielded.
+    """Decode the rounds of a batch size. The first round warms up, and so does any in which an
+    engine only made graphs or recordings; these are not yielded.
 
     Raises:
         UserError: replies are too short to be timed.
     """
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     num_yielded = 0
-    for number_of_round in range(1 + MOST_WARM_UPS + options.rounds):
-        first = number_of_round * batch_size
+    for round_number in range(1 + MOST_WARM_UPS + options.rounds):
+        # Each round has prompts of its own, as far as there are so many.
+        first = round_number * batch_size
         part = [prompts[(first + i) % len(prompts)] for i in range(batch_size)]
         decoded = decode_side_by_side(llms, part, params, while_whole=True)
-        if number_of_round == 0 or any(each.rate == 0 for each in decoded.values()):
+        is_warm_up = round_number == 0 or any(each.rate == 0 for each in decoded.values())
+        if is_warm_up:
             continue
         yield decoded
         num_yielded += 1
@@ -162,7 +168,7 @@ def _row(rounds: Sequence[Mapping[str, Decoded]], batch_size: int, shape: str) -
     for each in rounds:
         for request in each[shape].requests:
             stats.add(request.stats.spec)
-    accept_length = stats.accept_length if stats.num_verifies and shape != PLAIN else None
+    has_verified = stats.num_verifies > 0 and shape != PLAIN
     return SpeedRow(
         batch_size=batch_size,
         shape=shape,
@@ -170,7 +176,7 @@ def _row(rounds: Sequence[Mapping[str, Decoded]], batch_size: int, shape: str) -
         times_plain=statistics.median(ratios),
         least=min(ratios),
         most=max(ratios),
-        accept_length=accept_length,
+        accept_length=stats.accept_length if has_verified else None,
     )
 
 
@@ -183,13 +189,14 @@ def _table(rows: Sequence[SpeedRow]) -> str:
     """All rows, for a terminal."""
     lines = []
     for row in rows:
-        ratios = [number(value) for value in (row.times_plain, row.least, row.most)]
         lines.append(
             [
                 str(row.batch_size),
                 row.shape,
                 number(row.tokens_per_s, 1),
-                *ratios,
+                number(row.times_plain),
+                number(row.least),
+                number(row.most),
                 number(row.accept_length),
             ]
         )

@@ -1,13 +1,13 @@
 """Answers added up: accept length, acceptance per position and speed per task, category, draft and shape.
 
-Accept lengths are ratios of sums (tokens emitted over verifies), never means of ratios: long and short
-replies weigh by what they cost. The speed-up is a ratio of decoding speeds (tokens over seconds) on the same
-prompts in the same run.
+Accept lengths are ratios of sums (tokens emitted over verifies), never means of ratios, so that
+replies count by their number of verifies. A speed-up is a ratio of decoding speeds (tokens over
+seconds) on the same prompts in the same run.
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.eval.answers import PLAIN, Answer, Setting
@@ -31,13 +31,7 @@ def summarise(answers: Sequence[Answer], runs: Sequence[Setting], tasks: Sequenc
         ``greedy_identical``: whether all of them equal it (None when nothing was compared).
         ``differences``: the answers that do not, with their first difference.
     """
-    rows = []
-    for task, category, part in _parts(answers, tasks):
-        plain = [answer for answer in part if answer.setting == PLAIN]
-        for run in runs:
-            rows.append(
-                _row(run, task, category, [answer for answer in part if answer.setting == run], plain)
-            )
+    rows = [_row(run, part) for part in _parts(answers, tasks) for run in runs]
     compared = [answer for answer in answers if answer.identical is not None]
     return {
         "num_prompts": sum(answer.setting == PLAIN for answer in answers),
@@ -63,27 +57,39 @@ def find_row(
     summary: dict[str, Any], draft: str | None, shape: str, task: str = ALL, category: str = ALL
 ) -> dict[str, Any]:
     """The row of a setting; ``find_row(summary, None, "none")`` is plain decoding. Raises KeyError."""
+    key = (draft, shape, task, category)
     for row in summary["rows"]:
-        if (row["draft"], row["shape"], row["task"], row["category"]) == (draft, shape, task, category):
+        if (row["draft"], row["shape"], row["task"], row["category"]) == key:
             return row
-    raise KeyError((draft, shape, task, category))
+    raise KeyError(key)
 
 
-def _parts(answers: Sequence[Answer], tasks: Sequence[str]) -> Iterable[tuple[str, str, list[Answer]]]:
-    """(task, category, answers) from the whole to its parts."""
-    yield ALL, ALL, list(answers)
+class _Part(NamedTuple):
+    """Answers of all settings to the prompts of a category of a task."""
+
+    task: str
+    category: str
+    answers: list[Answer]
+
+    def of(self, setting: Setting) -> list[Answer]:
+        """Answers of one setting."""
+        return [answer for answer in self.answers if answer.setting == setting]
+
+
+def _parts(answers: Sequence[Answer], tasks: Sequence[str]) -> Iterator[_Part]:
+    """All answers, those of each task, and those of each category of a task that has several."""
+    yield _Part(ALL, ALL, list(answers))
     for task in tasks:
         of_task = [answer for answer in answers if answer.task == task]
-        yield task, ALL, of_task
+        yield _Part(task, ALL, of_task)
         categories = list(dict.fromkeys(answer.category for answer in of_task))
         if len(categories) > 1:
             for category in categories:
-                yield task, category, [answer for answer in of_task if answer.category == category]
+                of_category = [answer for answer in of_task if answer.category == category]
+                yield _Part(task, category, of_category)
 
 
-def _row(
-    run: Setting, task: str, category: str, answers: list[Answer], plain: list[Answer]
-) -> dict[str, Any]:
+def _row(run: Setting, part: _Part) -> dict[str, Any]:
     """One setting on one part.
 
     ``accept_length``: tokens per verify, bonus included. ``acceptance_per_position[d]``: share of verifies
@@ -93,13 +99,19 @@ def _row(
     ``speedup_of_totals``: ratio of the tokens per second. ``prefill_s``: mean seconds to the first token.
     ``num_different``: answers that differ from the plain ones. Values without data are None.
     """
+    answers = part.of(run)
+    plain = part.of(PLAIN)
     stats = SpecStats()
     for answer in answers:
         stats.add(answer.stats)
-    speed, plain_speed = decode_speed(answers), decode_speed(plain)
+    speed = decode_speed(answers)
+    plain_speed = decode_speed(plain)
+    speedup_of_totals = None
+    if speed and plain_speed:
+        speedup_of_totals = speed / plain_speed
     return {
-        "task": task,
-        "category": category,
+        "task": part.task,
+        "category": part.category,
         "draft": run.draft,
         "shape": run.shape,
         "num_answers": len(answers),
@@ -110,7 +122,7 @@ def _row(
         "histogram": stats.histogram,
         "decode_tokens_per_s": speed,
         "speedup": median_speedup(answers, plain),
-        "speedup_of_totals": speed / plain_speed if speed and plain_speed else None,
+        "speedup_of_totals": speedup_of_totals,
         "decode_s": sum(answer.decode_share_s for answer in answers),
         "prefill_s": sum(answer.prefill_s for answer in answers) / len(answers) if answers else None,
         "num_different": sum(answer.identical is False for answer in answers),
@@ -118,20 +130,23 @@ def _row(
 
 
 def median_speedup(answers: Iterable[Answer], plain: Iterable[Answer]) -> float | None:
-    """Median over the turns that both decoded of the ratio of their tokens per second; None without any."""
+    """Median of the ratios of tokens per second, over the turns that both decoded; None where there
+    are none."""
     plain_speeds = {answer.key: decode_speed([answer]) for answer in plain}
-    ratios = [
-        speed / plain_speed
-        for answer in answers
-        if (speed := decode_speed([answer])) and (plain_speed := plain_speeds.get(answer.key))
-    ]
+    ratios = []
+    for answer in answers:
+        speed = decode_speed([answer])
+        plain_speed = plain_speeds.get(answer.key)
+        if speed and plain_speed:
+            ratios.append(speed / plain_speed)
     return statistics.median(ratios) if ratios else None
 
 
 def decode_speed(answers: Iterable[Answer]) -> float | None:
     """Tokens per second of decoding over all ``answers``; None when there was none."""
-    tokens, seconds = 0, 0.0
+    num_tokens = 0
+    seconds = 0.0
     for answer in answers:
-        tokens += answer.num_decode_tokens
+        num_tokens += answer.num_decode_tokens
         seconds += answer.decode_share_s
-    return tokens / seconds if seconds > 0 else None
+    return num_tokens / seconds if seconds > 0 else None

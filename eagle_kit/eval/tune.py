@@ -1,4 +1,4 @@
-"""``tune``: record what a draft proposes on tasks, time the engine's cycles, and keep both for the policy."""
+"""``tune``: record a draft's proposals on tasks, time the engine's cycles, and cache both for the policy."""
 
 import sys
 import warnings
@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 
 from eagle_kit.autotune import files
-from eagle_kit.autotune.acceptance import Drafts, Recording
+from eagle_kit.autotune.acceptance import DraftRecording, Drafts
 from eagle_kit.autotune.costs import CostTable, Timing, join
 from eagle_kit.autotune.files import Costs, MeasuredAcceptance
 from eagle_kit.autotune.shapes import MOST_STEPS, all_shapes
@@ -36,20 +36,23 @@ from eagle_kit.report.environment import now
 from eagle_kit.report.stages import Stages
 
 RECORDED = SpecShape(MOST_STEPS, 8, 64)
+"""Shape of the recorded drafts."""
 PROMPTS_AT_A_TIME = 8
+"""Prompts that are recorded together, and kept in one file."""
 RECORDING = "recording drafts"
 TIMING = "timing cycles"
 CHOSEN = "timing what is chosen by them"
 VISIT_COST = 1.0
-"""Time of a visit of a plan beside that of recording a prompt."""
+"""Time of a visit of a plan, in times that of recording a prompt."""
 MORE_VISITS = 0.3
-"""Expected visits for what is chosen, beside those of the plan."""
+"""Expected visits for what is chosen, in times those of the plan."""
 KINDS: dict[str, type[Drafts]] = {kind.__name__: kind for kind in get_args(Drafts)}
+"""Classes of recorded candidates by the names that files have for them."""
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to measure.
+    """Prompts to record, and cycles to time.
 
     Attributes:
         tasks: prompts whose replies are recorded.
@@ -67,8 +70,8 @@ class TuneOptions:
 
 
 def tune(llm: LLM, options: TuneOptions) -> Tuned:
-    """Measure an engine and its draft, and put the result into the cache. So is what has been measured until
-    an interruption: the same call goes on from there.
+    """Measure an engine and its draft, and write the result into the cache. After an interruption
+    the same call continues the measurement.
 
     Raises:
         UserError: the draft's shape cannot change between cycles, or another process measures the same.
@@ -80,58 +83,82 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
             "Give a draft head, without a static tree.",
         )
     plan = options.plan or whole_plan(engine)
-    plan = plan._replace(num_passes=options.num_passes or plan.num_passes)
-    key, draft = engine_key(engine), draft_key(llm.draft)
-    asked = {
-        "costs": key,
-        "draft": draft,
-        "tasks": {task.name: task.fingerprint for task in options.tasks},
-        "max_tokens": options.max_tokens,
-        "plan": [*plan[2:], list(map(str, plan.shapes)), *map(list, plan.points)],
-    }
-    place = files.folder() / f"work-{files.digest(asked)}"
-    with sole_writer(place, place.with_suffix(".lock")):
-        tuned = _measure(llm, options, plan, _Work(place), key, draft)
+    if options.num_passes is not None:
+        plan = plan._replace(num_passes=options.num_passes)
+
+    # A folder for everything that decides the result.
+    costs_key = engine_key(engine)
+    acceptance_key = draft_key(llm.draft)
+    digest = files.digest(
+        {
+            "costs": costs_key,
+            "draft": acceptance_key,
+            "tasks": {task.name: task.fingerprint for task in options.tasks},
+            "max_tokens": options.max_tokens,
+            "plan": {
+                "points": list(map(list, plan.points)),
+                "shapes": list(map(str, plan.shapes)),
+                "num_rounds": plan.num_rounds,
+                "num_cycles": plan.num_cycles,
+                "num_passes": plan.num_passes,
+                "first_pass": plan.first_pass,
+                "seconds": plan.seconds,
+            },
+        }
+    )
+    folder = files.folder() / f"work-{digest}"
+
+    with sole_writer(folder, folder.with_suffix(".lock")):
+        tuned = _measure(llm, options, plan, _WorkFolder(folder), costs_key, acceptance_key)
         files.save_costs(tuned.costs)
         files.save_acceptance(tuned.acceptance)
-        remove(place)
+        remove(folder)
     return tuned
 
 
 def _measure(
-    llm: LLM, options: TuneOptions, plan: Plan, work: "_Work", key: dict[str, Any], draft: str
+    llm: LLM,
+    options: TuneOptions,
+    plan: Plan,
+    work: "_WorkFolder",
+    costs_key: dict[str, Any],
+    acceptance_key: str,
 ) -> Tuned:
-    """Record, time what the plan says, and then what would be chosen by that."""
-    prompts = [(task, prompt) for task in options.tasks for prompt in task.prompts]
+    """Record drafts, time the cycles of the plan, and then the cycles that would be chosen by those
+    times."""
+    engine = llm.engine("none")
+    prompts = [prompt.given() for task in options.tasks for prompt in task.prompts]
     num_visits = len(plan.visits)
-    costs = {
+    stage_costs = {
         RECORDING: len(prompts),
         TIMING: VISIT_COST * num_visits,
         CHOSEN: MORE_VISITS * VISIT_COST * num_visits,
     }
-    stages = Stages(costs, sample=PROMPTS_AT_A_TIME, is_quiet=not options.show_progress)
+    stages = Stages(stage_costs, sample=PROMPTS_AT_A_TIME, is_quiet=not options.show_progress)
     try:
+        # Record drafts.
         stages.start(RECORDING, len(prompts), "prompt")
-        recording = _record(llm, [prompt.given() for _, prompt in prompts], options, work, stages)
+        recording = _record(llm, prompts, options, work, stages)
         about = {
             "tasks": {task.name: len(task.prompts) for task in options.tasks},
             "positions": len(recording.truth),
             "max_tokens": options.max_tokens,
             "date": now(),
         }
-        shapes = runnable(llm.engine("none"), all_shapes(recording.steps, recording.topk))
-        acceptance = MeasuredAcceptance(draft, recording.table(shapes), about)
+        shapes = runnable(engine, all_shapes(recording.steps, recording.topk))
+        acceptance = MeasuredAcceptance(acceptance_key, recording.table(shapes), about)
 
         def tuned(timings: Sequence[Timing]) -> Tuned:
-            most = max(timing.batch_size for timing in timings)
-            costs = Costs(key, CostTable.fit(timings), tuple(timings), now(), most)
-            return Tuned(costs, acceptance, is_average=False)
+            largest = max(timing.batch_size for timing in timings)
+            costs = Costs(costs_key, CostTable.fit(timings), tuple(timings), now(), largest)
+            return Tuned(costs, acceptance, is_average_head=False)
 
+        # Time the plan, and what is chosen by it.
         stages.start(TIMING, num_visits, "visit")
         timings = _time(llm, plan, work, stages)
-        more = plan_of_candidates(llm.engine("none"), tuned(timings), plan)
-        stages.start(CHOSEN, len(more.visits), "visit")
-        return tuned(join(timings, _time(llm, more, work, stages)))
+        chosen = plan_of_candidates(engine, tuned(timings), plan)
+        stages.start(CHOSEN, len(chosen.visits), "visit")
+        return tuned(join(timings, _time(llm, chosen, work, stages)))
     except KeyboardInterrupt:
         stages.close()
         print("Stopped: what was measured is kept; the same command goes on from there.", file=sys.stderr)
@@ -141,87 +168,101 @@ def _measure(
 
 
 def _record(
-    llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work", stages: Stages
-) -> Recording:
+    llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_WorkFolder", stages: Stages
+) -> DraftRecording:
+    """Record the drafts at every position of the replies, a few prompts at a time."""
     params = SamplingParams(max_tokens=options.max_tokens)
     recordings = []
     for first in range(0, len(prompts), PROMPTS_AT_A_TIME):
         part = prompts[first : first + PROMPTS_AT_A_TIME]
-        recording = work.recording(first)
+        recording = work.read_recording(first)
         if recording is None:
             requests = [llm.make_request(llm.tokenize_task(prompt), params) for prompt in part]
             recording = llm.record_drafts(requests, RECORDED, stages.step)
-            work.keep_recording(first, recording)
+            work.write_recording(first, recording)
         else:
             stages.skip(len(part))
         recordings.append(recording)
-    return Recording.join(recordings)
+    return DraftRecording.join(recordings)
 
 
-def _time(llm: LLM, plan: Plan, work: "_Work", stages: Stages) -> list[Timing]:
-    done = work.timings()
+def _time(llm: LLM, plan: Plan, work: "_WorkFolder", stages: Stages) -> list[Timing]:
+    """Time the visits of a plan that have not been timed."""
+    timings_by_visit = work.read_timings()
+    done = dict(timings_by_visit)
 
-    def keep(visit: Visit, timings: list[Timing]) -> None:
-        done[visit] = timings
-        work.keep_timings(done)
+    def write(visit: Visit, timings: list[Timing]) -> None:
+        timings_by_visit[visit] = timings
+        work.write_timings(timings_by_visit)
         stages.step()
 
     stages.skip(sum(visit in done for visit in plan.visits))
-    return time_cycles(llm.engine("none"), plan, done=dict(done), on_visit=keep)
+    return time_cycles(llm.engine("none"), plan, done=done, on_visit=write)
 
 
-class _Work:
+class _WorkFolder:
     """Files of a measurement under way."""
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
-        place.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
 
-    def recording(self, number: int) -> Recording | None:
-        """Read a part of the recording, if it is there."""
-        path = self._place / f"recording-{number}.pt"
+    def read_recording(self, first: int) -> DraftRecording | None:
+        """Read the recording of the prompts from ``first`` on; None where there is none that can be
+        read."""
+        path = self._folder / f"recording-{first}.pt"
         if not path.is_file():
             return None
         try:
-            kind, steps, topk, candidates, *rest = torch.load(path, weights_only=True)
-            return Recording(steps, topk, KINDS[kind](*candidates), *rest)
+            data = torch.load(path, weights_only=True)
+            return DraftRecording(
+                steps=data["steps"],
+                topk=data["topk"],
+                candidates=KINDS[data["kind"]](*data["candidates"]),
+                confidence=data["confidence"],
+                truth=data["truth"],
+                lengths=data["lengths"],
+            )
         except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError, ValueError) as error:
             warnings.warn(f"{path} is damaged and is recorded again: {error}.", stacklevel=2)
             return None
 
-    def keep_recording(self, number: int, part: Recording) -> None:
-        """Write a part of the recording."""
-        kind = type(part.candidates).__name__
-        rest = part.confidence, part.truth, list(part.lengths)
-        data = kind, part.steps, part.topk, list(part.candidates), *rest
-        with replacing(self._place / f"recording-{number}.pt") as path:
+    def write_recording(self, first: int, recording: DraftRecording) -> None:
+        """Write the recording of the prompts from ``first`` on."""
+        data = {
+            "kind": type(recording.candidates).__name__,
+            "steps": recording.steps,
+            "topk": recording.topk,
+            "candidates": list(recording.candidates),
+            "confidence": recording.confidence,
+            "truth": recording.truth,
+            "lengths": list(recording.lengths),
+        }
+        with replacing(self._folder / f"recording-{first}.pt") as path:
             save_torch_file(data, path)
 
-    def timings(self) -> dict[Visit, list[Timing]]:
-        """Read the timings by visit."""
-        path = self._place / "timings.json"
+    def read_timings(self) -> dict[Visit, list[Timing]]:
+        """Read the timings by visit; empty where there are none that can be read."""
+        path = self._folder / "timings.json"
         if not path.is_file():
             return {}
         try:
-            return {
-                Visit(each["pass"], Point(*each["point"])): [
-                    Timing(batch, SpecShape.parse(shape), context, seconds)
-                    for batch, shape, context, seconds in each["timings"]
+            timings_by_visit: dict[Visit, list[Timing]] = {}
+            for record in read_object(path)["visits"]:
+                visit = Visit(record["pass"], Point(*record["point"]))
+                timings_by_visit[visit] = [
+                    Timing(batch_size, SpecShape.parse(shape), context, seconds)
+                    for batch_size, shape, context, seconds in record["timings"]
                 ]
-                for each in read_object(path)["visits"]
-            }
+            return timings_by_visit
         except (KeyError, TypeError, ValueError) as error:
             warnings.warn(f"{path} is damaged and is measured again: {error}.", stacklevel=2)
             return {}
 
-    def keep_timings(self, timings: dict[Visit, list[Timing]]) -> None:
+    def write_timings(self, timings_by_visit: dict[Visit, list[Timing]]) -> None:
         """Write the timings by visit."""
-        visits = [
-            {
-                "pass": visit.number,
-                "point": list(visit.point),
-                "timings": [[t[0], str(t[1]), t[2], t[3]] for t in mine],
-            }
-            for visit, mine in timings.items()
-        ]
-        write_json_atomically(self._place / "timings.json", {"visits": visits})
+        visits = []
+        for visit, timings in timings_by_visit.items():
+            rows = [[each.batch_size, str(each.shape), each.context, each.seconds] for each in timings]
+            visits.append({"pass": visit.number, "point": list(visit.point), "timings": rows})
+        write_json_atomically(self._folder / "timings.json", {"visits": visits})

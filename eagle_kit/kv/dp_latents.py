@@ -21,7 +21,7 @@ from eagle_kit.kv.latents import PagedLatents
 from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.blocks.layers import ShardRows
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
-from eagle_kit.models.config_parts import LatentSpec
+from eagle_kit.models.cache_specs import LatentSpec
 from eagle_kit.ops.transfer import to_device
 
 
@@ -111,7 +111,7 @@ class DataParallelLatents(PagedLatents):
         Args:
             shard: requests of this rank.
             page_table: int64 ``[B, P]``, of the whole batch, with page numbers of the whole pool.
-            prefix_lens: int64 ``[B]``, number of committed slots of each request of the batch.
+            prefix_lens: int64 ``[B]``, number of committed tokens of each request of the batch.
             ancestors: int64 ``[B, N]``, of the whole batch; all nodes are new.
             num_columns: upper bound of ``prefix_lens + N``, known to the host.
         """
@@ -137,7 +137,7 @@ class DataParallelLatents(PagedLatents):
         shard: ShardRequests,
         page_table: torch.Tensor,
         nodes: torch.Tensor,
-        first_position: torch.Tensor,
+        path_start: torch.Tensor,
         num_committed: torch.Tensor,
     ) -> None:
         """Like :meth:`commit_window`, for the requests of this rank.
@@ -146,13 +146,13 @@ class DataParallelLatents(PagedLatents):
             shard: requests of this rank.
             page_table: int64 ``[B, P]``, of the whole batch, with page numbers of the whole pool.
             nodes: int64 ``[B, n]``, window indices of the nodes on the accepted paths of the batch.
-            first_position: int64 ``[B]``, position of the first node on each path.
+            path_start: int64 ``[B]``, position of the first node on each path.
             num_committed: int64 ``[B]``, number of nodes on each path that are copied.
         """
         self.commit_window(
             self.local_pages(page_table[shard.rows]),
             nodes[shard.rows],
-            first_position[shard.rows],
+            path_start[shard.rows],
             num_committed[shard.rows] * shard.is_own,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
-from eagle_kit.models.blocks.layers import Attend, KVSlots
+from eagle_kit.models.blocks.layers import Attend, KVRows
 from eagle_kit.ops.attention.prefill import (
     PrefillPlan,
     PromptAttention,
@@ -85,7 +85,7 @@ class PagedKV(PagedStore):
         num_columns: int,
     ) -> Attend:
         """See :class:`PagedStore`. The projection may write keys and values to the store itself
-        (:func:`~eagle_kit.models.blocks.layers.kv_slots_of`)."""
+        (:func:`~eagle_kit.models.blocks.layers.kv_rows_of`)."""
         plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
         return _WindowAttend(self, plan, rows)
 
@@ -103,7 +103,7 @@ class PagedKV(PagedStore):
         :meth:`window_attend`.
         """
         plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
-        all_rows = WindowRows(self.num_slots, self.window, rows.batch, num_keys, self.device)
+        all_rows = WindowRows(self.scratch_start, self.window, rows.batch, num_keys, self.device)
         return _WindowAttend(self, plan, all_rows)
 
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
@@ -144,10 +144,10 @@ class PagedKV(PagedStore):
         # Rows that the tokens are written to.
         tables = torch.stack([segment.page_table for segment in segments])
         pages = tables[request, positions // self.page_size]
-        slots = pages * self.page_size + positions % self.page_size
-        rows = torch.where(positions >= write_from[request], slots, self.trash_row)
+        pool_rows = pages * self.page_size + positions % self.page_size
+        rows = torch.where(positions >= write_from[request], pool_rows, self.trash_row)
 
-        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_slot, max(sizes), bounds)
+        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_position, max(sizes), bounds)
         return rows, plan
 
 
@@ -229,10 +229,10 @@ class _StoreAttend:
         self.kv = kv
         self.rows = rows
 
-    def kv_slots(self, layer: int) -> KVSlots:
+    def kv_rows(self, layer: int) -> KVRows:
         """Keys and values of a layer, and the rows of the tokens in them."""
         keys, values = self.kv.layer(layer)
-        return KVSlots(keys, values, self.rows)
+        return KVRows(keys, values, self.rows)
 
     def _stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write ``k`` and ``v`` ``[T, Hkv, D]``, unless they are empty because the projection wrote them.
@@ -240,7 +240,7 @@ class _StoreAttend:
         Returns:
             Keys and values of the layer, ``[Hkv, R, D]`` each.
         """
-        k_rows, v_rows, rows = self.kv_slots(layer)
+        k_rows, v_rows, rows = self.kv_rows(layer)
         if len(k) > 0:
             store(k_rows, rows_tensor(rows), k, 1.0)
             store(v_rows, rows_tensor(rows), v, 1.0)

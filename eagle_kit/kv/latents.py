@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
-from eagle_kit.models.config_parts import LatentSpec
+from eagle_kit.models.cache_specs import LatentSpec
 from eagle_kit.ops.attention.mla import mla_window_attention
 from eagle_kit.ops.attention.prefill import PrefillPlan, chunk_attention, paged_prefill_attention
 from eagle_kit.ops.attention.window import WindowPlan
@@ -27,7 +27,7 @@ from eagle_kit.ops.rope.reference import store
 from eagle_kit.ops.transfer import to_device
 
 EXPANDED_PAGE_SIZE = 16
-"""Number of slots of a page of expanded keys."""
+"""Number of rows of a page of expanded keys."""
 
 PACKED_TOKENS = 8192
 """Largest number of tokens, cached tokens included, of prompts that are expanded together. With the 128 heads
@@ -195,8 +195,8 @@ class _Pack(NamedTuple):
         first: first token of the pack among those of the forward.
         stop: token after the last one of the pack.
         cached: int64 ``[C]``, rows of the store before the prompts, prompt after prompt.
-        order: int64, for each slot of the pages of ``plan`` an index into the cached rows followed by the new
-            rows. Slots behind the tokens of a prompt have index 0 and are not attended to.
+        order: int64, for each row of the pages of ``plan`` an index into the cached rows followed by the new
+            rows. Rows behind the tokens of a prompt have index 0 and are not attended to.
         plan: plan of the launch, whose pages are those of the expanded keys.
     """
 
@@ -268,7 +268,7 @@ def _make_pack(first: int, sizes: Sequence[int], cached: Sequence[torch.Tensor])
         page_size=EXPANDED_PAGE_SIZE,
         cu_rows=to_device([0, *itertools.accumulate(sizes)], device),
         starts=to_device(starts, device),
-        first_slot=0,
+        first_position=0,
         max_rows=max(sizes),
     )
     return _Pack(first, first + sum(sizes), torch.cat(list(cached)), to_device(order, device), plan)
@@ -283,7 +283,7 @@ def _attend_packed(
 
     Args:
         q: ``[T, H, Dk]``.
-        k: ``[S, H, Dk]``, S slots of the plan's pages.
+        k: ``[S, H, Dk]``, S rows of the plan's pages.
         v: ``[S, H, Dv]``.
         plan: plan of the pack.
         scale: factor of the scores.

@@ -8,7 +8,7 @@ from eagle_kit.kv.dp_latents import DataParallelLatents
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.latents import PagedLatents
 from eagle_kit.kv.store import PagedStore, PoolLayout
-from eagle_kit.models.config_parts import CacheSpec, LatentSpec
+from eagle_kit.models.cache_specs import CacheSpec, LatentSpec
 from eagle_kit.ops.attention.variant import AttentionVariant
 
 

@@ -2,7 +2,7 @@
 
 A cached page is a node of a radix tree, whose edges are the tokens of one page; requests with a common prefix
 hold the same nodes. The pool is bookkeeping on the host, the tensors belong to the stores. Target and draft
-share page numbers: a draft's entry lies at the slot of the token that it embeds, so it depends on the same
+share page numbers: a draft's entry has the position of the token that it embeds, so it depends on the same
 tokens as the target's entry.
 
 Recurrent layers cannot continue from keys and values alone: they need the recurrent state at that position.
@@ -10,7 +10,7 @@ So a cached prefix is usable up to its last page with a snapshot of the state. A
 
 * after its prompt,
 * where its prompt diverges from a cached one,
-* and, while a long prompt is computed, after the last computed chunk (a *passing* snapshot, which the next
+* and, while a long prompt is computed, after the last computed chunk (a *transient* snapshot, which the next
   one replaces).
 
 Snapshots are evicted in the order of their last use, with one exception: the snapshot of an earlier turn of a
@@ -36,10 +36,10 @@ class RadixNode:
         refs: requests that hold the page. It may be evicted at 0.
         snapshot: index of the recurrent state after this page; None without one.
         readers: requests that have yet to read the snapshot, which is not evicted meanwhile.
-        num_begun: requests that have continued from the snapshot.
+        num_started: requests that have continued from the snapshot.
     """
 
-    __slots__ = ("children", "key", "num_begun", "page", "parent", "readers", "refs", "snapshot")
+    __slots__ = ("children", "key", "num_started", "page", "parent", "readers", "refs", "snapshot")
 
     def __init__(self, parent: "RadixNode | None", key: tuple[int, ...], page: int) -> None:
         self.parent = parent
@@ -48,7 +48,7 @@ class RadixNode:
         self.children: dict[tuple[int, ...], RadixNode] = {}
         self.refs = 0
         self.readers = 0
-        self.num_begun = 0
+        self.num_started = 0
         self.snapshot: int | None = None
 
 
@@ -63,10 +63,10 @@ class RadixRoot(RadixNode):
 
 
 class Snapshot(NamedTuple):
-    """Recurrent state with index ``number``; ``is_passing`` if the request's next snapshot replaces it."""
+    """Recurrent state with index ``number``; ``is_transient`` if the request's next snapshot replaces it."""
 
     number: int
-    is_passing: bool
+    is_transient: bool
 
 
 @dataclass
@@ -75,9 +75,9 @@ class PageAllocation:
 
     Attributes:
         snapshots: snapshots after private pages, by the number of pages up to there.
-        passing: node and index of the passing snapshot that was published last.
-        source: node whose snapshot the request continues from; None once it is read.
-        began: the same node, kept after it is read.
+        transient: node and index of the transient snapshot that was cached last.
+        pinned: node whose snapshot the request continues from, until it has read it; None otherwise.
+        started_from: the same node, also after it was read.
         shard: number of the shard that all pages belong to.
         salt: cache salt of the request; None without one.
     """
@@ -85,9 +85,9 @@ class PageAllocation:
     nodes: list[RadixNode] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
-    passing: tuple[RadixNode, int] | None = None
-    source: RadixNode | None = None
-    began: RadixNode | None = None
+    transient: tuple[RadixNode, int] | None = None
+    pinned: RadixNode | None = None
+    started_from: RadixNode | None = None
     shard: int = 0
     salt: str | None = None
 
@@ -224,27 +224,27 @@ class PagePool:
                 return list(nodes[:count])
         return []
 
-    def begin(self, allocation: PageAllocation) -> None:
-        """Protect the snapshot that a new request continues from, until :meth:`has_begun`."""
+    def pin_snapshot(self, allocation: PageAllocation) -> None:
+        """Protect the snapshot that a new request continues from, until :meth:`unpin_snapshot`."""
         if not self.has_snapshots or not allocation.nodes:
             return
         node = allocation.nodes[-1]
-        allocation.source = node
-        allocation.began = node
+        allocation.pinned = node
+        allocation.started_from = node
         node.readers += 1
-        node.num_begun += 1
+        node.num_started += 1
         self._with_snapshot.move_to_end(node)
 
-    def has_begun(self, allocation: PageAllocation) -> None:
+    def unpin_snapshot(self, allocation: PageAllocation) -> None:
         """End the protection of the snapshot, which the request has read."""
-        if allocation.source is not None:
-            allocation.source.readers -= 1
-            allocation.source = None
+        if allocation.pinned is not None:
+            allocation.pinned.readers -= 1
+            allocation.pinned = None
 
-    def take_snapshot(self, allocation: PageAllocation, num_pages: int, *, is_passing: bool) -> int | None:
+    def take_snapshot(self, allocation: PageAllocation, num_pages: int, *, is_transient: bool) -> int | None:
         """Choose the index of the state to save after the first ``num_pages`` pages of a request.
 
-        The least recently used snapshot is evicted where none is free. A request keeps its last two passing
+        The least recently used snapshot is evicted where none is free. A request keeps its last two transient
         snapshots, because the step that wrote the last one may still be in flight.
 
         Returns:
@@ -254,13 +254,13 @@ class PagePool:
             return None
         known = allocation.snapshots.get(num_pages)
         if known is not None:
-            is_passing = is_passing and known.is_passing
-            allocation.snapshots[num_pages] = known._replace(is_passing=is_passing)
+            is_transient = is_transient and known.is_transient
+            allocation.snapshots[num_pages] = known._replace(is_transient=is_transient)
             return None
 
-        # Free the request's passing snapshots but the last one.
-        passing = sorted(pages for pages, given in allocation.snapshots.items() if given.is_passing)
-        for pages in passing[:-1]:
+        # Free the request's transient snapshots but the last one.
+        transient = sorted(pages for pages, given in allocation.snapshots.items() if given.is_transient)
+        for pages in transient[:-1]:
             self._free_snapshots.append(allocation.snapshots.pop(pages).number)
 
         # Evict a snapshot of the cache where none is free.
@@ -270,7 +270,7 @@ class PagePool:
                 return None
             self._drop_snapshot(node)
         number = self._free_snapshots.pop()
-        allocation.snapshots[num_pages] = Snapshot(number, is_passing)
+        allocation.snapshots[num_pages] = Snapshot(number, is_transient)
         return number
 
     def num_resumable(self, allocation: PageAllocation, num_tokens: int) -> int:
@@ -300,19 +300,19 @@ class PagePool:
         self._with_snapshot.move_to_end(node)
 
         # Earlier snapshots of the request lose their use.
-        if not given.is_passing:
-            self._retire(allocation.began)
-        before = allocation.passing
-        allocation.passing = None
-        if given.is_passing and is_mine:
-            allocation.passing = (node, given.number)
+        if not given.is_transient:
+            self._retire(allocation.started_from)
+        before = allocation.transient
+        allocation.transient = None
+        if given.is_transient and is_mine:
+            allocation.transient = (node, given.number)
         if before is not None and before[0].snapshot == before[1] and not before[0].readers:
             self._drop_snapshot(before[0])
 
-    def _retire(self, began: RadixNode | None) -> None:
-        """Evict the snapshot of ``began`` next if only one request has continued from it."""
-        if began is not None and began in self._with_snapshot and began.num_begun == 1:
-            self._with_snapshot.move_to_end(began, last=False)
+    def _retire(self, node: RadixNode | None) -> None:
+        """Evict the snapshot of ``node`` next if only one request has continued from it."""
+        if node is not None and node in self._with_snapshot and node.num_started == 1:
+            self._with_snapshot.move_to_end(node, last=False)
 
     def allocate(
         self, nodes: Iterable[RadixNode], num_pages: int, shard: int = 0, salt: str | None = None
@@ -345,7 +345,7 @@ class PagePool:
         allocation.pages += [self._free[shard].pop() for _ in range(num_pages)]
         return True
 
-    def publish(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
+    def cache_pages(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
         """Cache the whole pages of ``tokens``, which the request has computed and still holds.
 
         Where a page of the same tokens is cached already, the request holds that page and frees its own.
@@ -400,12 +400,12 @@ class PagePool:
                 self._unused[allocation.shard][node] = None
         self._free[allocation.shard] += reversed(allocation.pages)
         self._free_snapshots += [each.number for each in allocation.snapshots.values()]
-        self.has_begun(allocation)
+        self.unpin_snapshot(allocation)
         allocation.nodes = []
         allocation.pages = []
         allocation.snapshots = {}
-        allocation.passing = None
-        allocation.began = None
+        allocation.transient = None
+        allocation.started_from = None
 
     def clear(self) -> None:
         """Evict every cached page that is not held."""
@@ -453,7 +453,7 @@ class PagePool:
 
         # Counts of every cached page.
         holders = Counter(node for allocation in allocations for node in allocation.nodes)
-        readers = Counter(allocation.source for allocation in allocations if allocation.source is not None)
+        readers = Counter(allocation.pinned for allocation in allocations if allocation.pinned is not None)
         for node in cached:
             unused = self._unused[node.page // self.pages_per_shard]
             assert node.refs == holders[node], "a cached page has a wrong number of holders"

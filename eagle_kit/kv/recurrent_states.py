@@ -13,7 +13,7 @@ import torch
 
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.blocks.recurrence import Hybrid
-from eagle_kit.models.config_parts import StateSpec
+from eagle_kit.models.cache_specs import StateSpec
 from eagle_kit.ops.recurrence import (
     Inputs,
     Text,
@@ -65,15 +65,15 @@ class StatePool:
             for channels, width in spec.convolutions
         ]
 
-    def window(self, attend: Attend, slots: torch.Tensor, ancestors: torch.Tensor) -> "StateWindow":
+    def window(self, attend: Attend, slot_ids: torch.Tensor, ancestors: torch.Tensor) -> "StateWindow":
         """Combine the attention of window nodes with their recurrence.
 
         Args:
             attend: attention of the nodes.
-            slots: int64 ``[B]``, index of each request's state.
+            slot_ids: int64 ``[B]``, index of each request's state.
             ancestors: int64 ``[B, N]``, bits of the ancestors of each node, as in ``WindowPlan``.
         """
-        return StateWindow(attend, self, slots, ancestors)
+        return StateWindow(attend, self, slot_ids, ancestors)
 
     def prompts(self, attend: Attend, texts: Sequence[Text]) -> Hybrid:
         """Combine the attention of packed prompts with their recurrence. The forward writes the states.
@@ -88,8 +88,10 @@ class StatePool:
 class StateWindow(Hybrid):
     """Attention and recurrence of window nodes. The arguments are those of :meth:`StatePool.window`."""
 
-    def __init__(self, attend: Attend, pool: StatePool, slots: torch.Tensor, ancestors: torch.Tensor) -> None:
-        self._recurrence = _WindowRecur(pool, slots, ancestors)
+    def __init__(
+        self, attend: Attend, pool: StatePool, slot_ids: torch.Tensor, ancestors: torch.Tensor
+    ) -> None:
+        self._recurrence = _WindowRecur(pool, slot_ids, ancestors)
         super().__init__(attend, self._recurrence)
 
     def commit(self, path: torch.Tensor, num_committed: torch.Tensor) -> None:
@@ -105,9 +107,9 @@ class StateWindow(Hybrid):
 class _WindowRecur:
     """Recurrence of window nodes. The states change at :meth:`commit` only."""
 
-    def __init__(self, pool: StatePool, slots: torch.Tensor, ancestors: torch.Tensor) -> None:
+    def __init__(self, pool: StatePool, slot_ids: torch.Tensor, ancestors: torch.Tensor) -> None:
         self._pool = pool
-        self._slots = slots
+        self._slot_ids = slot_ids
         self._ancestors = ancestors
 
         # Columns that each node reads, by the width of the convolution.
@@ -131,23 +133,23 @@ class _WindowRecur:
         self._columns[number] = nodes
 
         tails = self._pool.tails[number]
-        out = window_convolution(nodes, weight, bias, tails, self._slots, self._path_columns[width])
+        out = window_convolution(nodes, weight, bias, tails, self._slot_ids, self._path_columns[width])
         return out.flatten(0, 1)
 
     def recur(self, number: int, inputs: Inputs, *, delta: bool) -> torch.Tensor:
         """See :class:`~eagle_kit.models.blocks.recurrence.Recur`."""
         nodes = inputs.view(*self._ancestors.shape)
         states = self._pool.states[number]
-        out, written = recurrent_window(nodes, states, self._slots, self._ancestors, delta=delta)
+        out, written = recurrent_window(nodes, states, self._slot_ids, self._ancestors, delta=delta)
         self._written[number] = written
         return out.flatten(0, 1)
 
     def commit(self, path: torch.Tensor, num_committed: torch.Tensor) -> None:
         """See :meth:`StateWindow.commit`."""
         for number, columns in self._columns.items():
-            commit_tail(self._pool.tails[number], self._slots, columns, path, num_committed)
+            commit_tail(self._pool.tails[number], self._slot_ids, columns, path, num_committed)
         for number, written in self._written.items():
-            commit_recurrent(self._pool.states[number], self._slots, written, path, num_committed)
+            commit_recurrent(self._pool.states[number], self._slot_ids, written, path, num_committed)
 
 
 class _PromptRecur:

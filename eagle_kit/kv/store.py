@@ -1,7 +1,7 @@
 """Base of the paged stores: row layout of committed tokens and of window nodes.
 
 Subclasses store keys and values (:mod:`.keys_values`) or latents (:mod:`.latents`). All of them use the rows
-and slots that are defined here.
+that are defined here. A token's *position* is its place in its request; its *row* is its place in the store.
 
 Legend: R rows, B requests, N window nodes, P pages of a request, T prompt tokens.
 """
@@ -35,7 +35,7 @@ class PoolLayout:
 
     Attributes:
         num_pages: number of pages of the pool, without the dummy page.
-        page_size: number of slots of a page, one for each token.
+        page_size: number of rows of a page, one for each token.
         max_batch_size: number of requests that have a scratch.
         window: number of scratch rows of a request.
         dtype: dtype of the stored rows; None for the dtype of the model. fp8 e4m3 saturates.
@@ -53,10 +53,10 @@ class Segment(NamedTuple):
 
     Attributes:
         page_table: int64 ``[P]``, pages of the request.
-        start: slot of the first token.
-        stop: slot after the last token.
-        write_from: first slot that is written. Tokens before it lie in pages shared with other requests; they
-            are computed again and not stored.
+        start: position of the first token.
+        stop: position after the last token.
+        write_from: first position that is written. Tokens before it lie in pages shared with other requests;
+            they are computed again and not stored.
         shard: shard of the page pool that the pages belong to (data-parallel attention).
     """
 
@@ -70,25 +70,26 @@ class Segment(NamedTuple):
 class PagedStore(ABC):
     """Store with R rows in every layer, in this order:
 
-    * the slots of the layout's pages, then of one *dummy page*,
+    * the rows of the layout's pages, then those of one *dummy page*,
     * a scratch of ``window`` rows for each request of a batch,
     * one dummy row, which padding reads and no kernel writes,
     * one trash row, to which tokens that are not to be stored are written.
 
     The pool holds committed tokens only: a window writes its nodes into the scratch, and
-    :meth:`commit_window` copies the accepted nodes to the pool. Position p of request b has row
+    :meth:`commit_window` copies the accepted nodes to the pool. The token at position p of request b has row
     ``page_table[b, p // page_size] * page_size + p % page_size``. A page table holds the dummy page where the
     request has no page.
 
     Args:
         layout: sizes of the store.
-        first_slot: number of slots at the front of a request that hold nothing and are not attended to.
+        first_position: first position that has an entry. The rows of positions before it hold nothing and are
+            not attended to.
         dtype: dtype of queries, keys and values.
         device: device of the rows.
 
     Attributes:
         dummy_page: number of the dummy page.
-        num_slots: number of slots, the dummy page included; row of the first scratch.
+        scratch_start: row of the first scratch; the rows before it are of pages, the dummy page included.
         dummy_row: row of zeros.
         trash_row: row for tokens that are not stored.
         num_rows: R.
@@ -100,21 +101,21 @@ class PagedStore(ABC):
         self,
         layout: PoolLayout,
         *,
-        first_slot: int = 0,
+        first_position: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.page_size = layout.page_size
         self.window = layout.window
-        self.first_slot = first_slot
+        self.first_position = first_position
         self.dtype = dtype
         self.device = torch.device(device)
         self._store_dtype = layout.dtype or dtype
 
-        # Rows: slots of pages, scratches, the dummy row, the trash row.
+        # Rows: pages, scratches, the dummy row, the trash row.
         self.dummy_page = layout.num_pages
-        self.num_slots = (layout.num_pages + 1) * layout.page_size
-        self.dummy_row = self.num_slots + layout.max_batch_size * layout.window
+        self.scratch_start = (layout.num_pages + 1) * layout.page_size
+        self.dummy_row = self.scratch_start + layout.max_batch_size * layout.window
         self.trash_row = self.dummy_row + 1
         self.num_rows = self.trash_row + 1
 
@@ -143,7 +144,7 @@ class PagedStore(ABC):
         """Tensors of all layers: keys and values ``[L, Hkv, R, D]``, or latents ``[L, R, D]`` and None."""
 
     @property
-    def numbers_per_token(self) -> int:
+    def values_per_token(self) -> int:
         """Number of elements stored for one committed token, in all layers together."""
         return sum(tensor.numel() // self.num_rows for tensor in self.tensors if tensor is not None)
 
@@ -152,7 +153,7 @@ class PagedStore(ABC):
         """Number of bytes stored for one committed token, in all layers together."""
         return sum(tensor.nbytes // self.num_rows for tensor in self.tensors if tensor is not None)
 
-    def slots(self, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rows int64 ``[B, n]`` of the tokens at ``positions`` int64 ``[B, n]`` under ``page_table`` int64
         ``[B, P]``."""
         page_index = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
@@ -170,12 +171,12 @@ class PagedStore(ABC):
     ) -> Attend:
         """Make the attention of a forward over ``[B * N]`` window nodes.
 
-        The forward stores the nodes in the scratch. A node attends to the slots from ``first_slot`` to
-        ``prefix_lens`` and to its ancestors in the window.
+        The forward stores the nodes in the scratch. A node attends to the positions from ``first_position``
+        to ``prefix_lens - 1`` and to its ancestors in the window.
 
         Args:
             page_table: int64 ``[B, P]``.
-            prefix_lens: int64 ``[B]``, number of slots that hold committed tokens.
+            prefix_lens: int64 ``[B]``, number of positions before the window.
             ancestors: int64 ``[B, N]``, bits of the window keys that each node attends to.
             num_keys: number of window keys; the N nodes are the last of them.
             num_columns: upper bound of ``prefix_lens + num_keys``, known to the host.
@@ -185,8 +186,8 @@ class PagedStore(ABC):
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
         """Make the attention of a forward over the packed prompt tokens of one or several requests.
 
-        The forward stores the tokens in the pool. A token attends causally to the slots of its request from
-        ``first_slot`` on.
+        The forward stores the tokens in the pool. A token attends causally to the positions of its request
+        from ``first_position`` on.
 
         Args:
             segments: tokens of each request, in the order of packing.
@@ -196,7 +197,7 @@ class PagedStore(ABC):
         self,
         page_table: torch.Tensor,
         nodes: torch.Tensor,
-        first_position: torch.Tensor,
+        path_start: torch.Tensor,
         num_committed: torch.Tensor,
     ) -> None:
         """Copy accepted window nodes from the scratch to the pool.
@@ -204,7 +205,7 @@ class PagedStore(ABC):
         Args:
             page_table: int64 ``[B, P]``.
             nodes: int64 ``[B, n]``, window indices of the nodes on the accepted path.
-            first_position: int64 ``[B]``, position of the first node on the path.
+            path_start: int64 ``[B]``, position of the first node on the path.
             num_committed: int64 ``[B]``, number of nodes on the path that are copied.
         """
         keys, values = self.tensors
@@ -214,9 +215,9 @@ class PagedStore(ABC):
             page_table,
             self.page_size,
             nodes,
-            first_position,
+            path_start,
             num_committed,
-            self.num_slots,
+            self.scratch_start,
             self.window,
         )
 
@@ -236,7 +237,7 @@ class PagedStore(ABC):
         # The nodes are the last window keys.
         batch, num_nodes = ancestors.shape
         assert num_nodes <= num_keys <= self.window, "a window has no more nodes than its scratch"
-        first_row = self.num_slots + num_keys - num_nodes
+        first_row = self.scratch_start + num_keys - num_nodes
         rows = WindowRows(first_row, self.window, batch, num_nodes, self.device)
 
         # Columns of the pool and of the scratch.
@@ -244,8 +245,8 @@ class PagedStore(ABC):
             page_table=page_table,
             page_size=self.page_size,
             prefix_lens=prefix_lens,
-            first_slot=self.first_slot,
-            scratch_start=self.num_slots,
+            first_position=self.first_position,
+            scratch_start=self.scratch_start,
             scratch_stride=self.window,
             num_keys=num_keys,
             ancestors=ancestors,
@@ -261,17 +262,17 @@ class PagedStore(ABC):
 
         Returns:
             Rows int64 ``[T]`` that the tokens are written to, the trash row for tokens that are not stored.
-            For each request, rows int64 of its earlier tokens from ``first_slot`` on.
+            For each request, rows int64 of its earlier tokens from ``first_position`` on.
         """
         written: list[torch.Tensor] = []
         cached: list[torch.Tensor] = []
         for segment in segments:
             # Rows of all tokens of the request up to the last one of the segment.
-            positions = torch.arange(self.first_slot, segment.stop, device=self.device)
-            rows = self.slots(segment.page_table[None], positions[None])[0]
+            positions = torch.arange(self.first_position, segment.stop, device=self.device)
+            rows = self.rows_of(segment.page_table[None], positions[None])[0]
 
             # Split them into earlier tokens and those of the segment.
-            num_cached = segment.start - self.first_slot
+            num_cached = segment.start - self.first_position
             is_stored = positions[num_cached:] >= segment.write_from
             written.append(torch.where(is_stored, rows[num_cached:], self.trash_row))
             cached.append(rows[:num_cached])

@@ -2,50 +2,79 @@
 
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.layer_configs import DeltaConfig, MambaConfig
 
 
 def layer_weights(config: TargetConfig, *, active: bool) -> int:
-    """Number of matrix elements of all decoder layers; with ``active``, only of the experts chosen per
-    token."""
+    """Number of elements of the matrices of all decoder layers.
+
+    Args:
+        active: count only the experts that are chosen for a token.
+    """
     if isinstance(config, BridgedConfig):
-        return config.active_weights if active else config.layer_weights
-    recurrent = () if config.delta is None else config.delta.layers
-    mixers = (_delta(config) if i in recurrent else _attention(config) for i in range(config.num_layers))
-    beside = 0 if config.mamba is None else config.num_layers * _mamba(config)
-    return beside + sum(mixers) + sum(_mlp(config, i, active) for i in range(config.num_layers))
+        if active:
+            return config.active_weights
+        return config.layer_weights
+
+    total = 0
+    for layer in range(config.num_layers):
+        if config.delta is not None and layer in config.delta.layers:
+            total += _delta(config, config.delta)
+        else:
+            total += _attention(config)
+        if config.mamba is not None:
+            total += _mamba(config, config.mamba)
+        total += _mlp(config, layer, active)
+    return total
 
 
-def _mamba(config: TargetConfig) -> int:
-    mamba = config.mamba
-    assert mamba is not None
-    projections = config.hidden_size * (2 * mamba.inner + mamba.channels + mamba.num_heads)
-    return projections + mamba.channels * mamba.conv_width
+def _mamba(config: TargetConfig, mamba: MambaConfig) -> int:
+    """Elements of a Mamba-2 layer: projections and convolution."""
+    num_outputs = 2 * mamba.intermediate_size + mamba.channels + mamba.num_heads
+    return config.hidden_size * num_outputs + mamba.channels * mamba.conv_width
 
 
-def _delta(config: TargetConfig) -> int:
-    delta = config.delta
-    assert delta is not None
-    values = delta.num_heads * delta.value_dim
-    projections = config.hidden_size * (delta.channels + 2 * values + 2 * delta.num_heads)
-    return projections + delta.channels * delta.conv_width
+def _delta(config: TargetConfig, delta: DeltaConfig) -> int:
+    """Elements of a layer with the gated delta rule: projections and convolution."""
+    value_size = delta.num_heads * delta.value_dim
+    num_outputs = delta.channels + 2 * value_size + 2 * delta.num_heads
+    return config.hidden_size * num_outputs + delta.channels * delta.conv_width
 
 
 def _attention(config: TargetConfig) -> int:
-    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
-    if config.mla is None:
-        projections = 3 if config.gates_attention else 2
-        return hidden * (projections * queries + 2 * config.num_kv_heads * config.head_dim)
+    """Elements of the projections of attention."""
+    hidden_size = config.hidden_size
+    query_size = config.num_heads * config.head_dim
+
+    # Grouped-query attention: queries, output and perhaps a gate, then keys and values.
     mla = config.mla
-    q = hidden * queries if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + queries)
-    rows = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    if mla is None:
+        num_query_projections = 2
+        if config.gates_attention:
+            num_query_projections = 3
+        kv_size = 2 * config.num_kv_heads * config.head_dim
+        return hidden_size * (num_query_projections * query_size + kv_size)
+
+    # Latent attention.
+    queries = hidden_size * query_size
+    if mla.q_lora_rank is not None:
+        queries = mla.q_lora_rank * (hidden_size + query_size)
+    rows = hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
     expansion = mla.kv_lora_rank * config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return q + rows + expansion + hidden * config.num_heads * mla.v_head_dim
+    output = hidden_size * config.num_heads * mla.v_head_dim
+    return queries + rows + expansion + output
 
 
 def _mlp(config: TargetConfig, layer: int, active: bool) -> int:
-    hidden, moe = config.hidden_size, config.moe
+    """Elements of the MLP or the experts of a layer."""
+    hidden_size = config.hidden_size
+    moe = config.moe
     if moe is None or layer in moe.dense_layers:
-        return 3 * hidden * config.intermediate_size
-    count = moe.num_experts_per_token if active else moe.num_own_experts
-    routed = moe.num_experts + 3 * (count * moe.intermediate_size + moe.shared_intermediate_size)
-    return hidden * (routed + moe.gates_shared)
+        return 3 * hidden_size * config.intermediate_size
+
+    num_experts = moe.num_local_experts
+    if active:
+        num_experts = moe.num_experts_per_token
+    expert_size = num_experts * moe.intermediate_size + moe.shared_intermediate_size
+    num_gates = moe.num_experts + moe.gates_shared
+    return hidden_size * (3 * expert_size + num_gates)

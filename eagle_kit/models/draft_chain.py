@@ -1,9 +1,10 @@
-"""A head's chains behind many roots of a known text, in a few batched forwards and without decoding.
+"""Evaluation of a head along a known text (teacher forcing): its drafts after many roots, in a few forwards.
 
-The chain behind a root reads the text's own tokens, as a decoder that has accepted all before them. Keys are
-those of serving: of the target's states up to the root, and of the chain's own steps behind it.
+Nothing is decoded. Every step reads the text's own token, as if all drafts before it had been accepted. It
+attends to the keys that serving has: of the target's hidden states up to the root, and of the draft's own
+steps.
 
-Legend: T packed tokens, R chains, H hidden, Hq / Hkv heads, D head size.
+Legend: T packed tokens, R drafts, H hidden, Hq / Hkv heads, D head size.
 """
 
 from collections.abc import Callable
@@ -13,20 +14,21 @@ import torch
 from torch.nn.functional import pad
 
 from eagle_kit.ops.attention.packed import document_spans, packed_attention
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.attention.ttt.anchored import anchored_attention
 from eagle_kit.ops.attention.variant import AttentionVariant
 
 
 class ChainRows(NamedTuple):
-    """What chains are made from.
+    """Inputs of :meth:`~eagle_kit.models.draft_head.DraftHead.chain`.
 
     Attributes:
-        features: ``[T, H]``, of the target at every token.
-        tokens: those that rows int64 ``[n]`` embed at a step, int64 ``[n]``.
-        embeds: their embeddings ``[n, H]``.
-        mask: embedding ``[1, H]`` of a token.
-        rows: int64 ``[R]``, ascending: the chain of row i drafts behind token i + 1.
+        features: features of the target at every token, ``[T, H]``.
+        tokens: function from rows int64 ``[n]`` and a step to the tokens int64 ``[n]`` that the rows embed
+            in it.
+        embeds: function from rows and a step to the embeddings ``[n, H]`` of those tokens.
+        mask: function from the id of a mask token to its embedding ``[1, H]``.
+        rows: int64 ``[R]``, ascending. The draft of row i begins after token i + 1.
         doc_start: int64 ``[T]``, first token of each token's text.
     """
 
@@ -38,38 +40,57 @@ class ChainRows(NamedTuple):
     doc_start: torch.Tensor
 
     @property
-    def everywhere(self) -> torch.Tensor:
+    def all_rows(self) -> torch.Tensor:
         """All rows, int64 ``[T]``."""
         return torch.arange(len(self.features), device=self.features.device)
 
     @property
     def positions(self) -> torch.Tensor:
         """Positions of all rows within their text, int64 ``[T]``."""
-        return self.everywhere - self.doc_start
+        return self.all_rows - self.doc_start
 
 
 class RowAttention:
-    """Attention of a layer over the rows: to all tokens up to the query's in its text, and in later steps to
-    the chain's own keys too."""
+    """Attention of one layer of a head, for all steps of its drafts.
+
+    Args:
+        variant: variant of attention of the layer.
+        given: rows of the drafts.
+    """
 
     def __init__(self, variant: AttentionVariant, given: ChainRows) -> None:
-        self.variant, self.spans = variant, document_spans(given.doc_start)
-        self.rows = plan_rows(given.rows, given.doc_start)
-        self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.variant = variant
+        self.spans = document_spans(given.doc_start)
+        self.rows = plan_queries(given.rows, given.doc_start)
+
+        # Keys and values ``[R, Hkv, D]`` of the later steps.
+        self._step_keys: list[torch.Tensor] = []
+        self._step_values: list[torch.Tensor] = []
 
     def first(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Causal attention of every token, whose keys are kept."""
-        self.k, self.v = k, v
+        """Causal attention of every token of the texts, in step 0. Later steps attend to its keys."""
+        self._text_keys = k
+        self._text_values = v
         return packed_attention(q, k, v, self.spans, self.variant)
 
     def later(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of a later step of the chains."""
-        self.own.append((k, v))
-        own_k, own_v = (torch.stack(part, 2) for part in zip(*self.own, strict=True))
-        size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
-        values, own_v = (pad(x, (0, missing)) if missing else x for x in (self.v, own_v))
-        rows = self.rows.within(self.variant.limits.window or None, len(self.own))
-        return ttt_attention(q, self.k, values, own_k, own_v, rows, self.variant.scale)[..., :size]
+        """Attention of the drafts in a later step: to the text up to their row, and to their own keys."""
+        self._step_keys.append(k)
+        self._step_values.append(v)
+        own_k = torch.stack(self._step_keys, 2)
+        own_v = torch.stack(self._step_values, 2)
+
+        # The operation takes values of the size of keys.
+        text_v = self._text_values
+        value_size = v.shape[-1]
+        missing = k.shape[-1] - value_size
+        if missing:
+            text_v = pad(text_v, (0, missing))
+            own_v = pad(own_v, (0, missing))
+
+        rows = self.rows.with_window(self.variant.limits.window or None, len(self._step_keys))
+        out = ttt_attention(q, self._text_keys, text_v, own_k, own_v, rows, self.variant.scale)
+        return out[..., :value_size]
 
     def block(
         self,
@@ -81,8 +102,8 @@ class RowAttention:
         *,
         is_causal: bool,
     ) -> torch.Tensor:
-        """Attention of a block behind every row that drafts, to keys of the text up to it and to its own:
-        arguments as of :func:`~eagle_kit.ops.attention.ttt.anchored.anchored_attention`."""
+        """Attention of the blocks of drafts that are made in one pass, to the text up to their row and to the
+        keys of the block; see :func:`~eagle_kit.ops.attention.ttt.anchored.anchored_attention`."""
         window = self.variant.limits.window or None
         scale = self.variant.scale
         return anchored_attention(q, k, v, own_k, own_v, self.rows, scale, window, is_causal=is_causal)

@@ -1,1 +1,1 @@
-"""What trainings of all kinds share: alignment, teacher, losses, noise, training-time test."""
+"""What trainings of several kinds share: alignment, teacher, losses, noise, training-time test."""

@@ -1,15 +1,20 @@
-"""Alignment of training-time test: the token, position and teacher of each row, and its loss mask.
+"""Alignment of training-time test: the token, position and teacher of each row, and the loss mask.
 
-At row i and step k (EAGLE-3, arXiv 2503.01840, section 3.2), with the text x:
+Row i is token position i of a packed sequence, and stands for the draft round whose root is x[i + 1]: step k
+of the row is depth k + 1 of that draft. At row i and step k (EAGLE-3, arXiv 2503.01840, section 3.2), with
+the text x:
 
     feature    g of position i (k = 0), or a of row i at step k - 1
     token      x[i + 1 + k], whose embedding e the head reads
     position   i + k, for RoPE, within the document
     teacher    the target's distribution at position i + 1 + k, which predicts x[i + 2 + k]
 
+In serving, the same step reads the entry of the token at position i + 1 + k
+(:mod:`eagle_kit.drafts.base.cycle_state`).
+
 Rows without x[i + 2 + k] do not exist. The loss mask is ``reply``: the number of the reply that each token
 belongs to, and -1 for tokens of prompts. ``loss_mask`` of other trainers is ``reply >= 0``. Of the rows
-that exist, these carry loss at step k:
+that exist, these are supervised at step k:
 
     loss_rows    condition                                        function
     serving      x[i + 1] and x[i + 2 + k] are of one reply       :func:`supervised_rows`
@@ -17,23 +22,27 @@ that exist, these carry loss at step k:
 
 ``serving`` has the rows where the engine drafts: a round starts after a token of a reply. ``published`` has
 those of the published code (SafeAILab/EAGLE, ``traineagle3``), which shifts its loss mask by k. Both are
-equal at step 0. At step k ``published`` adds k rows before every reply, where no round starts.
+equal at step 0. At step k ``published`` adds k rows before every reply: their x[i + 1] is a token of the
+prompt, where decoding starts no round.
 
-The published code also trains one or two rows behind the last reply of a conversation, because its mask
-goes on to the end of the text. These rows are not imitated.
+The published code also trains one or two rows after the last reply of a conversation, because its mask goes
+on to the end of the text. These rows are not imitated.
 
-Legend: T packed tokens, K steps (``ttt_length``), R_k rows with loss at step k.
+Not every supervised row has a loss: where the target token is outside the draft vocabulary there is none
+(:mod:`eagle_kit.objective.loss`, as in the published code).
+
+Legend: T packed tokens, K steps (``ttt_length``), R_k supervised rows of step k.
 """
 
 import torch
 
 
 def supervised_rows(reply: torch.Tensor, ttt_length: int) -> list[torch.Tensor]:
-    """Rows that carry loss at each step where the engine drafts (``loss_rows: serving``).
+    """Supervised rows of each step, where the engine drafts (``loss_rows: serving``).
 
     Args:
         reply: int64 ``[T]``, number of the reply that each token belongs to, different for every reply of
-            the packed row; -1 elsewhere.
+            the packed sequence; -1 elsewhere.
         ttt_length: K.
 
     Returns:
@@ -51,7 +60,7 @@ def supervised_rows(reply: torch.Tensor, ttt_length: int) -> list[torch.Tensor]:
 
 
 def published_rows(reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int) -> list[torch.Tensor]:
-    """Rows that carry loss at each step in the published code of EAGLE-3 (``loss_rows: published``).
+    """Supervised rows of each step in the published code of EAGLE-3 (``loss_rows: published``).
 
     Args:
         reply: see :func:`supervised_rows`.

@@ -1,7 +1,6 @@
-"""Rows of an optimiser step as micro_batches: packed rows end to end, and the weight of the loss of every
-row.
+"""Packed sequences of an optimiser step as micro-batches, end to end, and the weight of every row's loss.
 
-Legend: T packed tokens of a micro_batch, K steps of training-time test, R_k rows with loss at step k.
+Legend: T packed tokens of a micro-batch, K steps of training-time test, R_k supervised rows of step k.
 """
 
 from collections.abc import Sequence
@@ -12,21 +11,22 @@ import torch
 
 from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.objective.row_drop import RowDrop
-from eagle_kit.objective.row_plan import RowPlan, plan_row
+from eagle_kit.objective.row_plan import RowPlan, make_row_plan
 from eagle_kit.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward of one process: packed rows laid end to end, each document by itself.
+    """Input of one forward in one process: packed sequences end to end. Documents do not attend to others.
 
     Attributes:
-        numbers: the packed rows, by their number in the data.
-        lengths: their tokens.
-        ids, doc_start: int64 ``[T]``.
-        plan: which rows carry loss.
-        group: int64 ``[T]``, what each token's document is counted as, below ``num_groups``.
-        group_counts: rows with loss at step 0 in each group.
+        numbers: number of each packed sequence in the data.
+        lengths: tokens of each packed sequence.
+        ids: token ids, int64 ``[T]``.
+        doc_start: first token of each token's document, int64 ``[T]``.
+        plan: the supervised rows of each step.
+        group: group of each token in the statistics, int64 ``[T]``, below ``num_groups``.
+        group_counts: number of supervised rows at step 0 in each group.
     """
 
     numbers: list[int]
@@ -44,7 +44,7 @@ class MicroBatch:
 
     @property
     def num_documents(self) -> int:
-        """Documents with at least one row that carries loss."""
+        """Documents with at least one supervised row."""
         plan = self.plan.on_host
         return int(torch.unique_consecutive(plan.doc_start[plan.rows[0]]).shape[0])
 
@@ -57,30 +57,59 @@ def make_micro_batch(
     loss_rows: str = "serving",
     drop: RowDrop | None = None,
 ) -> MicroBatch:
-    """Lay the packed rows ``numbers`` end to end: replies stay different and documents apart; ``drop`` leaves
-    rows out."""
+    """Lay packed sequences end to end, and plan which of their rows are supervised.
+
+    Args:
+        numbers: numbers of the packed sequences.
+        ttt_length: K.
+        device: device of the result.
+        loss_rows: rule for the supervised rows, see :mod:`eagle_kit.objective.align`.
+        drop: supervised rows that are left out; None keeps all.
+    """
+    # Lay the sequences end to end. Replies are numbered on from those of the sequences before.
     lengths: list[int] = []
-    reply: list[np.ndarray] = []
-    ids, doc_start, group = [], [], []
+    ids_parts: list[np.ndarray] = []
+    reply_parts: list[np.ndarray] = []
+    start_parts: list[np.ndarray] = []
+    group_parts: list[np.ndarray] = []
+    num_replies = 0
     for number in numbers:
         row = data.row(number)
-        first, first_reply = sum(lengths), 1 + max((int(part.max()) for part in reply), default=-1)
-        ids.append(np.asarray(row.ids, dtype=np.int64))
-        mine = np.asarray(row.reply, dtype=np.int64)
-        reply.append(np.where(mine >= 0, mine + first_reply, -1))
-        doc_start.append(np.asarray(row.doc_start, dtype=np.int64) + first)
-        group.append(np.asarray(row.group, dtype=np.int64))
+        offset = sum(lengths)
+        row_reply = np.asarray(row.reply, dtype=np.int64)
+        reply_parts.append(np.where(row_reply >= 0, row_reply + num_replies, -1))
+        num_replies = max(num_replies, int(reply_parts[-1].max()) + 1)
+        ids_parts.append(np.asarray(row.ids, dtype=np.int64))
+        start_parts.append(np.asarray(row.doc_start, dtype=np.int64) + offset)
+        group_parts.append(np.asarray(row.group, dtype=np.int64))
         lengths.append(len(row.ids))
-    packed = [torch.from_numpy(np.concatenate(part)) for part in (ids, reply, doc_start, group)]
-    keep_rates = uniforms = most = None
+    ids = torch.from_numpy(np.concatenate(ids_parts))
+    reply = torch.from_numpy(np.concatenate(reply_parts))
+    doc_start = torch.from_numpy(np.concatenate(start_parts))
+    group = torch.from_numpy(np.concatenate(group_parts))
+
+    # Supervised rows.
+    keep_rates = None
+    uniforms = None
+    most = None
     if drop is not None:
         keep_rates = drop.sampling.shares(ttt_length)
-        most = drop.sampling.most
         uniforms = drop.uniforms(numbers, lengths)
-    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows, keep_rates, uniforms, most)
-    counts = torch.bincount(packed[3][plan.rows[0]], minlength=len(data.groups)).tolist()
-    moved, groups, plan = plan.to(device, packed[0], packed[3])
-    return MicroBatch(numbers, lengths, moved, plan.doc_start, plan, groups, counts)
+        most = drop.sampling.most
+    plan = make_row_plan(reply, doc_start, ttt_length, loss_rows, keep_rates, uniforms, most)
+    group_counts = torch.bincount(group[plan.rows[0]], minlength=len(data.groups)).tolist()
+
+    # Copy everything to the device.
+    ids, group, plan = plan.to(device, ids, group)
+    return MicroBatch(
+        numbers=numbers,
+        lengths=lengths,
+        ids=ids,
+        doc_start=plan.doc_start,
+        plan=plan,
+        group=group,
+        group_counts=group_counts,
+    )
 
 
 def row_weights(
@@ -90,39 +119,47 @@ def row_weights(
     counts: Sequence[float],
     num_documents: float,
 ) -> list[torch.Tensor]:
-    """Weight of the loss of every row at every step, so that their sum over the global batch is the loss.
+    """Weight of every row's loss at every step. The weighted sum over the global batch is its loss.
 
-    ``tokens``: ``w_k / (sum w * R_k)``, R_k the rows of the *global* batch.
-    ``sequence``: ``w_k / (sum w * D * R_kd)``, D the documents of the global batch, R_kd the rows of the
-    row's own document.
-    ``published``: ``w_k / (D * T_d)``, T_d the tokens of the row's own document.
+    With step weights w, D documents and R_k rows of step k in the global batch, and in the row's own document
+    R_kd rows of step k and T_d tokens, the weight of a row by ``normalisation`` is::
+
+        tokens       w_k / (sum w * R_k)
+        sequence     w_k / (sum w * D * R_kd)
+        published    w_k / (D * T_d)
 
     Args:
-        weights: step weights w.
-        counts: R_k over all micro_batches and processes, K numbers.
+        weights: w, K numbers.
+        normalisation: ``tokens``, ``sequence`` or ``published``.
+        counts: R_k of the global batch, K numbers.
         num_documents: D.
 
     Returns:
-        K tensors fp32 ``[R_k of this micro_batch]``.
+        K tensors fp32, as long as ``micro_batch.plan.rows``.
     """
     shares = [weight / sum(weights) for weight in weights]
+
+    # All rows of a step weigh the same.
     if normalisation == "tokens":
-        return [
-            torch.full(rows.shape, share / max(1.0, count), dtype=torch.float32, device=rows.device)
-            for rows, share, count in zip(micro_batch.plan.rows, shares, counts, strict=True)
-        ]
+        full = []
+        for rows, share, count in zip(micro_batch.plan.rows, shares, counts, strict=True):
+            weight = share / max(1.0, count)
+            full.append(torch.full(rows.shape, weight, dtype=torch.float32, device=rows.device))
+        return full
+
+    # The weight depends on the row's document.
     plan = micro_batch.plan.on_host
-    documents = [plan.doc_start[rows] for rows in plan.rows]
-    if normalisation == "published":
-        tokens = torch.bincount(plan.doc_start)
-        parts = [
-            weight / max(1.0, num_documents) / tokens[mine].float()
-            for mine, weight in zip(documents, weights, strict=True)
-        ]
-    else:
-        parts = [
-            share / max(1.0, num_documents) / torch.bincount(mine)[mine].float()
-            for mine, share in zip(documents, shares, strict=True)
-        ]
+    num_tokens = torch.bincount(plan.doc_start)
+    num_documents = max(1.0, num_documents)
+    parts = []
+    for step, rows in enumerate(plan.rows):
+        documents = plan.doc_start[rows]
+        if normalisation == "published":
+            parts.append(weights[step] / num_documents / num_tokens[documents].float())
+        else:
+            num_rows = torch.bincount(documents)
+            parts.append(shares[step] / num_documents / num_rows[documents].float())
+
+    # One copy to the device.
     whole = to_device(torch.cat(parts), micro_batch.ids.device, torch.float32)
     return list(whole.split(plan.counts))

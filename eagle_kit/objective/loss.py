@@ -1,12 +1,12 @@
 """Loss of training-time test (EAGLE-3, section 3.2): output layer and loss in blocks of rows.
 
 Every step learns the target's distribution over the draft vocabulary. EAGLE-3 has no loss of features:
-that of EAGLE-1 is :mod:`eagle_kit.objective.regression`. Rows of all steps that learn from the same
-positions are one block, so each teacher distribution is computed once and used by all steps.
+that of EAGLE-1 is :mod:`eagle_kit.objective.regression`. The supervised rows of all steps in one range of
+row indices are a block; within it each teacher distribution is computed once and used by all steps.
 
-Legend: T packed tokens, K steps (``ttt_length``), R_k rows with loss at step k, M rows of a block, N of them
-whose target token is in the draft vocabulary, P their distinct teacher positions, G groups, H hidden,
-H_target hidden of the target, V / Vd target / draft vocabulary.
+Legend: T packed tokens, K steps (``ttt_length``), R_k supervised rows of step k, M of them in a block, N
+of these with loss (their target token is in the draft vocabulary), P distinct teacher positions of a block,
+G groups, H hidden, H_target hidden of the target, V / Vd target / draft vocabulary.
 """
 
 from collections.abc import Mapping
@@ -26,25 +26,25 @@ from eagle_kit.objective.row_plan import LossBlock, RowPlan
 from eagle_kit.objective.target_features import TargetFeatures
 from eagle_kit.objective.teacher import draft_vocab_mass, draft_vocab_probs, text_probs
 from eagle_kit.ops.draft_loss import NEEDS_MASS, linear_draft_loss
-from eagle_kit.ops.soft_cross_entropy import SoftCrossEntropy, Teacher, WeightGrads, Weights, carried
+from eagle_kit.ops.soft_cross_entropy import SoftCrossEntropy, Teacher, WeightGrads, Weights, attach_gradient
 
 LOSS_BLOCK = 256
 """Computed rows of step 0 in a block, on a CPU."""
 LOSS_BLOCK_ON_GPU = 2048
 """The same on a GPU. Larger blocks need more memory, and fewer of them add to the output layer's gradient."""
-LOGITS = 640
+DPACE_ROWS = 640
 """Rows of all steps in a block with D-PACE, which needs their logits at the same time, on a CPU."""
-LOGITS_ON_GPU = 4096
+DPACE_ROWS_ON_GPU = 4096
 """The same on a GPU."""
 
 
 @dataclass(frozen=True)
 class TTTBatch:
-    """One packed row of training-time test, with the frozen weights of the target that it needs.
+    """One packed sequence of training-time test, with the frozen weights of the target that it needs.
 
     Attributes:
         ids: int64 ``[T]``.
-        plan: rows that carry loss.
+        plan: the supervised rows of each step.
         row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
         features: the target's states, of which the teacher is made.
         embed_weight: the target's embedding ``[V, H]``.
@@ -70,6 +70,8 @@ class Objective:
 
     Attributes:
         loss: losses of :func:`~eagle_kit.ops.draft_loss.linear_draft_loss`: a name, or names with weights.
+            Their formulas are in ``ops/soft_cross_entropy/reference.py`` (``ce``, the published one, and
+            ``kl``) and in ``ops/draft_loss/reference.py``.
         text_weight: weight of the cross-entropy with the text's tokens, which is added to ``loss``.
         eta: parameter of the loss ``lk-hybrid``.
         target_head: the whole output layer of the target ``[V, H_target]``; None unless a loss needs the
@@ -102,11 +104,15 @@ class Objective:
         confidence_weight: float = 0.0,
     ) -> "Objective":
         """Objective for the training of ``head``; ``head_weight [V, H_target]``."""
-        mix = {loss: 1.0} if isinstance(loss, str) else dict(loss)
-        text_weight = mix.pop("hard-ce", 0.0)
-        needs_rate = confidence_weight > 0 or any(name in NEEDS_MASS for name in mix)
-        whole = head_weight if needs_rate and head.token_map is not None else None
-        return cls(mix, eta, text_weight, whole, confidence_weight=confidence_weight)
+        losses = {loss: 1.0} if isinstance(loss, str) else dict(loss)
+        text_weight = losses.pop("hard-ce", 0.0)
+
+        # The acceptance rate needs the target's probabilities of all tokens.
+        target_head = None
+        needs_rate = confidence_weight > 0 or any(name in NEEDS_MASS for name in losses)
+        if needs_rate and head.token_map is not None:
+            target_head = head_weight
+        return cls(losses, eta, text_weight, target_head, confidence_weight=confidence_weight)
 
     @property
     def needs_target(self) -> bool:
@@ -115,7 +121,7 @@ class Objective:
 
 
 class TTTOutput(NamedTuple):
-    """Loss of one packed row, and its statistics.
+    """Loss of one packed sequence, and its statistics.
 
     Attributes:
         loss: fp32 scalar to differentiate. It has no graph if no row learns.
@@ -128,8 +134,8 @@ class TTTOutput(NamedTuple):
     leading_of: torch.Tensor
 
     @classmethod
-    def nothing(cls, loss: torch.Tensor, steps: int, num_groups: int = 1) -> "TTTOutput":
-        """Output of a row without loss."""
+    def zeros(cls, loss: torch.Tensor, steps: int, num_groups: int = 1) -> "TTTOutput":
+        """Output of a packed sequence without supervised rows: ``loss`` and statistics of 0."""
         zeros = torch.zeros(4 * steps + num_groups, dtype=torch.float64, device=loss.device)
         return cls.unpack(loss, zeros, steps)
 
@@ -145,7 +151,7 @@ class TTTOutput(NamedTuple):
 
     @property
     def losses(self) -> torch.Tensor:
-        """Unweighted losses of the rows that carry loss."""
+        """Sums of the unweighted losses of the rows with loss."""
         return self.sums[0]
 
     @property
@@ -160,16 +166,16 @@ class TTTOutput(NamedTuple):
 
     @property
     def learned(self) -> torch.Tensor:
-        """Number of rows that carry loss: supervised, and the target's token is in the draft vocabulary."""
+        """Number of rows with loss: supervised, and the target token is in the draft vocabulary."""
         return self.sums[3]
 
 
 class _BlockRows(NamedTuple):
-    """Rows of a block that learn, and the states of their teachers. On a GPU N is M.
+    """Rows of a block with loss, and the states of their teachers. On a GPU N is M.
 
     Attributes:
         in_draft_vocab: bool ``[M]``, True for rows whose target token is in the draft vocabulary.
-        learned: int64 ``[N]``, index of each row among the M rows of the block.
+        row_index: int64 ``[N]``, index of each row among the M rows of the block.
         states: ``[N, H]``, input of the output layer.
         weights: fp32 ``[N]``.
         tokens: int64 ``[N]``, the target's most likely token.
@@ -179,7 +185,7 @@ class _BlockRows(NamedTuple):
     """
 
     in_draft_vocab: torch.Tensor
-    learned: torch.Tensor
+    row_index: torch.Tensor
     states: torch.Tensor
     weights: torch.Tensor
     tokens: torch.Tensor
@@ -193,37 +199,41 @@ def ttt_loss(
 ) -> TTTOutput:
     """Weighted loss over all steps.
 
-    A row whose target token is outside the draft vocabulary carries no loss and counts as a miss. The target
-    token is the target's most likely one, or the text's if rows learn from the text alone.
+    A supervised row whose target token is outside the draft vocabulary has no loss, as in the published code,
+    and counts as a miss. The target token is the target's most likely one, or the text's if rows learn from
+    the text alone.
 
     Args:
-        outputs: the head's outputs at the rows with loss of each step, K tensors ``[R_k, H]``.
+        outputs: the head's outputs at the supervised rows of each step, K tensors ``[R_k, H]``.
     """
     plan = batch.plan
     on_gpu = batch.features.argmax.is_cuda
-    normed = [head.norm_for_head(out) for out in outputs]  # K of [R_k, H]
+    normed = [head.norm_for_lm_head(out) for out in outputs]  # K of [R_k, H]
 
     # Sums over blocks. Gradients of the output layer are added up block by block.
     zero = outputs[0].new_zeros((), dtype=torch.float32)
-    total, sums, leading_of = TTTOutput.nothing(zero, len(plan.rows), batch.num_groups)
+    result = TTTOutput.zeros(zero, len(plan.rows), batch.num_groups)
+    total = result.loss
     group = torch.zeros_like(batch.ids) if batch.group is None else batch.group
     output = head.output_weights
-    is_learning = torch.is_grad_enabled()
-    grads = tuple(torch.zeros_like(w) if w.requires_grad and is_learning else None for w in output)
+    grads: list[torch.Tensor | None] = []
+    for weight in output:
+        is_trained = weight.requires_grad and torch.is_grad_enabled()
+        grads.append(torch.zeros_like(weight) if is_trained else None)
 
     for block in plan.blocks(block_rows(objective, len(plan.rows), on_gpu=on_gpu)):
         rows = _select_rows(head, block, normed, batch, objective)
-        if rows.learned.numel() == 0:
+        if rows.row_index.numel() == 0:
             continue
 
         # Loss against the target's distributions, the text, or both.
         teachers = _make_teachers(head, block, rows, batch, objective)
-        part = _block_loss(objective, output, rows.states, rows.teacher_hidden, teachers, grads)
+        part = _block_loss(objective, output, rows.states, rows.teacher_hidden, teachers, tuple(grads))
         total = total + part.loss
 
         # Loss of the head's confidence (DSpark).
         if part.acceptance is not None:
-            previous_tokens = batch.ids[block.teachers[rows.learned]]
+            previous_tokens = batch.ids[block.teachers[rows.row_index]]
             total = total + _confidence_loss(
                 head, rows.states, previous_tokens, part.acceptance, rows.weights, objective
             )
@@ -232,17 +242,17 @@ def ttt_loss(
         is_match = head.to_target(part.best) == rows.tokens
         row_losses = part.row_losses
         if not on_gpu:
-            is_match = torch.zeros_like(rows.in_draft_vocab).index_copy_(0, rows.learned, is_match)
+            is_match = torch.zeros_like(rows.in_draft_vocab).index_copy_(0, rows.row_index, is_match)
             row_losses = row_losses.new_zeros(rows.in_draft_vocab.shape)
-            row_losses.index_copy_(0, rows.learned, part.row_losses)
-        leading = _count(sums, block, plan, (is_match, row_losses, rows.in_draft_vocab))
-        leading_of.index_add_(0, group, leading)
+            row_losses.index_copy_(0, rows.row_index, part.row_losses)
+        leading = _count(result.sums, block, plan, is_match, row_losses, rows.in_draft_vocab)
+        result.leading_of.index_add_(0, group, leading)
 
     # The gradients of the output layer enter the graph.
     for weight, grad in zip(output, grads, strict=True):
         if grad is not None and total.requires_grad:
-            total = total + carried(weight, grad)
-    return TTTOutput(total, sums, leading_of)
+            total = total + attach_gradient(weight, grad)
+    return result._replace(loss=total)
 
 
 def _select_rows(
@@ -259,9 +269,9 @@ def _select_rows(
     argmax = batch.features.argmax
     states = block.select(normed)  # [M, H]
     weights = block.select(batch.row_weights)  # [M]
-    tokens = argmax[block.teachers]  # [M]
-    target_tokens = tokens if objective.needs_target else batch.ids[block.teachers + 1]
-    in_draft_vocab = head.t2d[target_tokens]  # [M]
+    tokens = argmax[block.teachers]  # [M], the target's most likely ones
+    learned_tokens = tokens if objective.needs_target else batch.ids[block.teachers + 1]
+    in_draft_vocab = head.t2d[learned_tokens]  # [M]
 
     # All rows, on a GPU.
     if argmax.is_cuda:
@@ -269,7 +279,7 @@ def _select_rows(
         hidden = batch.features.hidden[block.unique_teachers].masked_fill(is_outside[:, None], 0.0)
         return _BlockRows(
             in_draft_vocab=in_draft_vocab,
-            learned=torch.arange(len(tokens), device=tokens.device),
+            row_index=torch.arange(len(tokens), device=tokens.device),
             states=states.masked_fill(~in_draft_vocab[:, None], 0.0),
             weights=weights * in_draft_vocab,
             tokens=tokens,
@@ -278,15 +288,15 @@ def _select_rows(
             teacher_hidden=hidden,
         )
 
-    # The rows that learn, on a CPU.
-    learned = torch.nonzero(in_draft_vocab)[:, 0]  # [N]
-    teachers, teacher_index = torch.unique(block.teachers[learned], return_inverse=True)  # [P], [N]
+    # The rows with loss, on a CPU.
+    row_index = torch.nonzero(in_draft_vocab)[:, 0]  # [N]
+    teachers, teacher_index = torch.unique(block.teachers[row_index], return_inverse=True)  # [P], [N]
     return _BlockRows(
         in_draft_vocab=in_draft_vocab,
-        learned=learned,
-        states=states[learned],
-        weights=weights[learned],
-        tokens=tokens[learned],
+        row_index=row_index,
+        states=states[row_index],
+        weights=weights[row_index],
+        tokens=tokens[row_index],
         teachers=teachers,
         teacher_index=teacher_index,
         teacher_hidden=batch.features.hidden[teachers],
@@ -298,16 +308,18 @@ def _make_teachers(
 ) -> tuple[Teacher | None, Teacher | None]:
     """Teachers of a block's rows: the target's distributions, and the text's tokens, each None if the
     objective does not use it."""
+    # Weights of the steps (D-PACE).
     factors = None
     if objective.dpace_alpha is not None:
         plan = batch.plan
-        step_rows = [
-            indices[start:stop] for indices, (start, stop) in zip(plan.rows, block.bounds, strict=True)
-        ]
+        step_rows = []
+        for indices, (start, stop) in zip(plan.rows, block.bounds, strict=True):
+            step_rows.append(indices[start:stop])
         factors = step_factors(
-            step_rows, len(plan.is_teacher), rows.learned, rows.in_draft_vocab, objective.dpace_alpha
+            step_rows, len(plan.is_teacher), rows.row_index, rows.in_draft_vocab, objective.dpace_alpha
         )
 
+    # The target's distributions.
     target_teacher = None
     if objective.needs_target:
         hidden = rows.teacher_hidden
@@ -317,6 +329,7 @@ def _make_teachers(
             mass = draft_vocab_mass(hidden, batch.target_rows, objective.target_head, objective.form)
         target_teacher = Teacher(probs, rows.teacher_index, rows.weights, mass, factors)
 
+    # The text's tokens.
     text_teacher = None
     if objective.text_weight:
         probs = text_probs(batch.ids[rows.teachers + 1], head.t2d, head.token_map)  # [P, Vd]
@@ -329,8 +342,8 @@ def block_rows(objective: Objective, steps: int, *, on_gpu: bool) -> int:
     """Computed rows of step 0 in a block of ``steps`` steps."""
     if objective.dpace_alpha is None:
         return LOSS_BLOCK_ON_GPU if on_gpu else LOSS_BLOCK
-    num_logits = LOGITS_ON_GPU if on_gpu else LOGITS
-    return max(1, num_logits // steps)
+    num_rows = DPACE_ROWS_ON_GPU if on_gpu else DPACE_ROWS
+    return max(1, num_rows // steps)
 
 
 def _block_loss(
@@ -359,7 +372,7 @@ def _block_loss(
     parts = []
     if teacher is not None:
         soft = partial(linear_draft_loss, loss=objective.loss, eta=objective.eta, weight_grad=grads)
-        parts.append(soft(states, output, teacher, tells_acceptance=objective.confidence_weight > 0))
+        parts.append(soft(states, output, teacher, returns_acceptance=objective.confidence_weight > 0))
     if text is not None:
         hard = linear_draft_loss(states, output, text, loss={"ce": objective.text_weight}, weight_grad=grads)
         has_token = text.probs.sum(-1)[text.index]  # 0 for a token outside the draft vocabulary
@@ -390,7 +403,7 @@ def _confidence_loss(
         row_weights: fp32 ``[N]``.
     """
     logits = head.confidence_logits(states, previous_tokens)
-    assert logits is not None, "the head does not tell its confidence"
+    assert logits is not None, "the head has no confidence output"
     rows = binary_cross_entropy_with_logits(logits.float(), acceptance, reduction="none")
     return objective.confidence_weight * (rows * row_weights).sum()
 
@@ -399,7 +412,9 @@ def _count(
     sums: torch.Tensor,
     block: LossBlock,
     plan: RowPlan,
-    figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    is_match: torch.Tensor,
+    row_losses: torch.Tensor,
+    learns: torch.Tensor,
 ) -> torch.Tensor:
     """Add the statistics of a block to ``sums``.
 
@@ -407,14 +422,14 @@ def _count(
 
     Args:
         sums: fp64 ``[4, K]``, see :class:`TTTOutput`; changed in place.
-        figures: of each row of the block, ``[M]`` each: whether its most likely token is the target's, its
-            loss, and whether it learns.
+        is_match: bool ``[M]``, True for rows whose most likely token is the target's.
+        row_losses: fp32 ``[M]``, loss of each row.
+        learns: bool ``[M]``, True for rows with loss.
 
     Returns:
         Number of leading steps that match at every token position, fp64 ``[T]``.
     """
     num_tokens = len(plan.is_teacher)
-    is_match, row_losses, learns = figures
     losses = row_losses.double().masked_fill(~learns, 0.0)
 
     # The figures of each step.

@@ -29,29 +29,45 @@ def regression_loss(
     config: RegressionConfig,
     scale: float = 1.0,
 ) -> SoftCrossEntropy:
-    """Weighted sum over rows of the loss above; differentiable in ``states``.
+    """Weighted sum of the rows' losses, see above; differentiable with respect to ``states``.
 
     Args:
-        states: ``[M, H]``, the head's output times ``scale``, the target's factor of logits.
+        states: the head's outputs, times ``scale``, ``[M, H]``.
         weight: the target's output layer ``[V, H]``, frozen.
-        hidden: ``[P, H]``, the target's final-normed states.
-        teacher: its distributions at these P positions, which may be overwritten, and the rows' weights.
+        hidden: final hidden states of the target ``[P, H]``.
+        teacher: distributions of the target at these P positions, which are overwritten, and weights of the
+            rows.
+        config: w_f, w_t, w_k and K.
+        scale: factor of the target's logits.
     """
-    index, row_weights = teacher.index, teacher.row_weights
-    mass = _weigh(teacher.probs, config)[index]
-    tokens = linear_soft_cross_entropy(states, weight, replace(teacher, row_weights=row_weights * mass))
-    own = states.float() / scale
-    distance = smooth_l1_loss(own, hidden[index].float(), reduction="none").mean(-1)
+    # Both cross-entropies are one, against teachers that are divided by their sums. The sums weigh the rows.
+    index = teacher.index
+    row_weights = teacher.row_weights
+    mass = _normalise_teachers(teacher.probs, config)[index]  # [M]
+    weighted = replace(teacher, row_weights=row_weights * mass)
+    tokens = linear_soft_cross_entropy(states, weight, weighted)
+
+    # Distance to the target's states.
+    features = states.float() / scale  # [M, H]
+    distance = smooth_l1_loss(features, hidden[index].float(), reduction="none").mean(-1)  # [M]
+
     loss = tokens.loss + config.feature_weight * (distance * row_weights).sum()
-    rows = mass * tokens.row_losses + config.feature_weight * distance.detach()
-    return SoftCrossEntropy(loss, rows, tokens.best, row_weights)
+    row_losses = mass * tokens.row_losses + config.feature_weight * distance.detach()
+    return SoftCrossEntropy(loss, row_losses, tokens.best, row_weights)
 
 
-def _weigh(probs: torch.Tensor, config: RegressionConfig) -> torch.Tensor:
-    """Turn distributions into normalised teachers, in place; returns the weight of each, fp32 ``[P]``."""
+def _normalise_teachers(probs: torch.Tensor, config: RegressionConfig) -> torch.Tensor:
+    """Replace distributions p by the teachers w_t p + w_k p 1[best K], divided by their sums.
+
+    Args:
+        probs: p, fp32 ``[P, V]``; changed in place.
+
+    Returns:
+        The sums, fp32 ``[P]``.
+    """
     mass = torch.full_like(probs[:, 0], config.token_weight)
     if config.topk_weight:
-        best, tokens = probs.topk(min(config.topk, probs.shape[1]), -1)
+        best, tokens = probs.topk(min(config.topk, probs.shape[1]), -1)  # [P, K]
         mass = mass + config.topk_weight * best.sum(-1)
         probs.mul_(config.token_weight).scatter_add_(1, tokens, config.topk_weight * best)
         probs.div_(mass[:, None])

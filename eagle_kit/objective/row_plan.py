@@ -1,10 +1,10 @@
-"""Rows of a packed row that carry loss at each step, and their attention plans.
+"""Supervised rows of a packed sequence at each step, and their attention plans.
 
 A plan depends on the loss mask alone, so it is made before any model runs. It is made on the host and copied
 to the device in one transfer: Python reads sizes and borders of the host's tensors, and never waits for a
 GPU.
 
-Legend: T packed tokens, K steps (``ttt_length``), R_k rows with loss at step k, C_k computed rows of step k,
+Legend: T packed tokens, K steps (``ttt_length``), R_k supervised rows of step k, C_k computed rows of step k,
 M rows of all steps in a block, P distinct teacher positions.
 """
 
@@ -19,7 +19,7 @@ import torch
 from eagle_kit.objective.align import published_rows, supervised_rows, teacher_of
 from eagle_kit.objective.row_drop import anchors_of
 from eagle_kit.ops.attention.packed import document_spans
-from eagle_kit.ops.attention.ttt import QueryPlan, plan_rows
+from eagle_kit.ops.attention.ttt import QueryPlan, plan_queries
 from eagle_kit.ops.transfer import to_device
 
 
@@ -49,12 +49,13 @@ class LossBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Row indices of training-time test for one packed row.
+    """Row indices of training-time test for one packed sequence.
 
     Attributes:
-        rows: K tensors int64 ``[R_k]``, ascending: the rows with loss at each step.
-        computed: K tensors int64 ``[C_k]``, ascending: the rows with loss at this step or at a later
-            one. Each is a subset of the one before. They are the tensors of ``rows`` if those are nested.
+        rows: K tensors int64 ``[R_k]``, ascending: the supervised rows of each step.
+        computed: K tensors int64 ``[C_k]``, ascending: the rows that are supervised in this step or in a
+            later one. Each is a subset of the one before. They are the tensors of ``rows`` if those are
+            nested.
         index_in_previous: K tensors. For k >= 1, int64 ``[C_k]``: index of each computed row of step k among
             the computed rows of step k - 1. The first is not used.
         attention: K attention plans of the computed rows.
@@ -138,7 +139,7 @@ class RowPlan:
         if device.type == "cpu":
             return ids, group, self
 
-        # Everything in one list. Computed rows are sent only if they are not the rows with loss.
+        # Everything in one list. Computed rows are sent only if they are not the supervised rows.
         num_steps = len(self.rows)
         is_nested = self.rows is self.computed
         parts = [ids, group, self.doc_start, self.teacher_positions]
@@ -155,7 +156,7 @@ class RowPlan:
         if not is_nested:
             computed = moved[2 * num_steps - 1 :]
 
-        attention = [plan_rows(step_rows, doc_start) for step_rows in computed]
+        attention = [plan_queries(step_rows, doc_start) for step_rows in computed]
         plan = RowPlan(
             rows=rows,
             computed=computed,
@@ -179,7 +180,7 @@ def _moved(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
     return [whole[a:b] for a, b in pairwise(ends)]
 
 
-def plan_row(
+def make_row_plan(
     reply: torch.Tensor,
     doc_start: torch.Tensor,
     ttt_length: int,
@@ -188,7 +189,7 @@ def plan_row(
     uniforms: torch.Tensor | None = None,
     most: int | None = None,
 ) -> RowPlan:
-    """Make the plan of a packed row, on the host.
+    """Make the plan of a packed sequence, on the host.
 
     Args:
         reply: int64 ``[T]``, number of the reply each token belongs to, -1 elsewhere: the loss mask, see
@@ -203,7 +204,7 @@ def plan_row(
     keep_rates = keep_rates or (1.0,) * ttt_length
     is_published = loss_rows == "published"
 
-    # Rows with loss.
+    # Supervised rows.
     if is_published:
         rows = published_rows(reply, doc_start, ttt_length)
     else:
@@ -233,7 +234,7 @@ def plan_row(
         rows=rows,
         computed=computed,
         index_in_previous=[computed[0], *index_in_previous],
-        attention=[plan_rows(step_rows, doc_start) for step_rows in computed],
+        attention=[plan_queries(step_rows, doc_start) for step_rows in computed],
         is_teacher=is_teacher,
         doc_start=doc_start,
         keep_rates=keep_rates,

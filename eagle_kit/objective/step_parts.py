@@ -1,6 +1,6 @@
-"""What the forwards of training-time test share: recomputation, rows with loss, attention of a step.
+"""What the forwards of training-time test share: recomputation, supervised rows, attention of a step.
 
-Legend: T packed tokens, S steps so far, R_k rows with loss at step k, C_k computed rows of step k, H hidden,
+Legend: T packed tokens, S steps so far, R_k supervised rows of step k, C_k computed rows of step k, H hidden,
 Hq / Hkv heads, D size of a key, Dv size of a value.
 """
 
@@ -15,7 +15,7 @@ from eagle_kit.objective.row_plan import RowPlan
 from eagle_kit.ops.attention.ttt import QueryPlan, ttt_attention
 
 
-def call(recompute: bool, function: Callable[..., Any], *args: torch.Tensor) -> Any:
+def run_maybe_recomputed(recompute: bool, function: Callable[..., Any], *args: Any) -> Any:
     """Run ``function(*args)``. With ``recompute`` only ``args`` are kept for the backward pass, which runs
     the function again."""
     if recompute:
@@ -23,8 +23,9 @@ def call(recompute: bool, function: Callable[..., Any], *args: torch.Tensor) -> 
     return function(*args)
 
 
-def rows_with_loss(computed: torch.Tensor, plan: RowPlan, step: int) -> torch.Tensor:
-    """Select the rows with loss of ``step`` among its computed rows: ``[C_k, H]`` -> ``[R_k, H]``."""
+def supervised_outputs(computed: torch.Tensor, plan: RowPlan, step: int) -> torch.Tensor:
+    """Select the outputs of ``step`` at its supervised rows, ``[R_k, H]``, from those at its computed rows,
+    ``computed [C_k, H]``."""
     rows = plan.rows[step]
     computed_rows = plan.computed[step]
     if rows is computed_rows:

@@ -1,4 +1,4 @@
-"""Hidden states and most likely tokens of the target over a packed row, captured in one forward.
+"""Hidden states and most likely tokens of the target over a packed sequence, captured in one forward.
 
 These are the inputs of EAGLE-3's draft model (section 3.1) and of its teacher (section 3.2).
 
@@ -18,23 +18,32 @@ VOCAB_CHUNK = 8192
 """Tokens of the vocabulary in a chunk of logits."""
 ROW_CHUNK = 256
 """Rows in a chunk of logits."""
-LOGITS_ON_GPU = 1 << 28
+ARGMAX_LOGITS_ON_GPU = 1 << 28
 """Logits of :func:`vocab_argmax` that exist at the same time on a GPU: 512 MB in bfloat16, or 2,000 rows of a
 vocabulary of 128 K."""
 
 
 class TargetFeatures(NamedTuple):
-    """Hidden states of the target over one packed row, and its most likely tokens.
+    """Hidden states of the target over one packed sequence, and its most likely tokens.
 
     Attributes:
-        aux: aux hidden states ``[T, L * H]``: inputs of the captured layers, side by side (l, m, h).
+        aux_hidden_states: inputs of the captured layers, side by side (l, m, h), ``[T, L * H]``.
         hidden: final hidden states ``[T, H]``, after the target's last norm.
         argmax: int64 ``[T]``, the most likely next token at each teacher position, -1 elsewhere.
     """
 
-    aux: torch.Tensor
+    aux_hidden_states: torch.Tensor
     hidden: torch.Tensor
     argmax: torch.Tensor
+
+    def to_stored(self) -> dict[str, torch.Tensor]:
+        """Tensors by their names in a store of hidden states (:mod:`eagle_kit.data.hidden_states`)."""
+        return {"aux": self.aux_hidden_states, "hidden": self.hidden, "argmax": self.argmax}
+
+    @classmethod
+    def from_stored(cls, tensors: dict[str, torch.Tensor]) -> "TargetFeatures":
+        """Features from the tensors of :meth:`to_stored`."""
+        return cls(tensors["aux"], tensors["hidden"], tensors["argmax"])
 
 
 def positions_of(doc_start: torch.Tensor) -> torch.Tensor:
@@ -55,7 +64,7 @@ def capture_features(
     teachers: torch.Tensor,
     spans: list[tuple[int, int]] | None = None,
 ) -> TargetFeatures:
-    """Run the target over a packed row. Documents do not attend to each other.
+    """Run the target over a packed sequence. Documents do not attend to each other.
 
     Args:
         target: on any device. The features are returned on the device of ``ids``.
@@ -84,7 +93,7 @@ def capture_features(
     # Back to the device of ``ids``.
     argmax = torch.full_like(ids, -1)
     argmax[teachers] = best.to(home)
-    return TargetFeatures(out.aux.to(home), out.hidden.to(home), argmax)
+    return TargetFeatures(out.aux_hidden_states.to(home), out.hidden.to(home), argmax)
 
 
 @torch.no_grad()
@@ -103,7 +112,7 @@ def vocab_argmax(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tenso
     num_rows = ROW_CHUNK
     if hidden.is_cuda:
         num_tokens = head_weight.shape[0]
-        num_rows = max(1, LOGITS_ON_GPU // num_tokens)
+        num_rows = max(1, ARGMAX_LOGITS_ON_GPU // num_tokens)
 
     best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     for start in range(0, hidden.shape[0], num_rows):

@@ -23,10 +23,12 @@ class TTTModule(nn.Module):
     """Training-time test of ``head``, which is its only submodule.
 
     Args:
-        head: trained.
+        head: draft head.
         embed_weight: the target's embedding ``[V, H]``, on the head's device.
-        target_rows: its output rows of the draft vocabulary ``[Vd, H_target]``, there too.
-        objective: minimised.
+        target_rows: rows of the target's output layer for the draft vocabulary ``[Vd, H_target]``, on the
+            head's device.
+        training: section ``training`` of the config.
+        objective: loss to minimise.
     """
 
     def __init__(
@@ -53,21 +55,23 @@ class TTTModule(nn.Module):
         teacher_hidden: torch.Tensor,
         row_weights: list[torch.Tensor],
     ) -> TTTOutput:
-        """Loss of one micro_batch.
+        """Loss of one micro-batch.
 
-        Every weight has a gradient after ``loss.backward()``, of zeros when no row of this process learns:
-        the other processes wait for it. Hooks see tensors only when they are arguments themselves, so the
-        parts of :class:`TargetFeatures` come one by one.
+        Every weight has a gradient after ``loss.backward()``, zeros if no row of this process learns, because
+        the other processes wait for it. Hooks see only tensors that are arguments themselves, so the parts of
+        :class:`TargetFeatures` are arguments of their own.
 
         Args:
-            micro_batch: packed rows; None for gradients of zeros.
-            aux, hidden, argmax: what the head reads, with noise if there is any, see
+            micro_batch: packed sequences; None for gradients of zeros.
+            aux, hidden, argmax: target features that the head reads, with noise if there is any, see
                 :class:`TargetFeatures`.
-            teacher_hidden: ``hidden`` without noise, ``[T, H]``: the teacher is made of it.
+            teacher_hidden: ``hidden`` without noise, ``[T, H]``, of which the teacher is made.
             row_weights: see :class:`TTTBatch`.
         """
         if micro_batch is None:
-            return TTTOutput.nothing(self._nothing(aux, hidden), 0)
+            return TTTOutput.zeros(self._zero_of_all_weights(aux, hidden), 0)
+
+        # Forward and loss.
         embed_weight, target_rows = self._frozen
         batch = TTTBatch(
             ids=micro_batch.ids,
@@ -83,22 +87,25 @@ class TTTModule(nn.Module):
         recompute = self.training_config.gradient_checkpointing == "steps"
         with autocast(self.training_config, micro_batch.ids.device):
             out = ttt_forward(self.head, batch, self.objective, recompute=recompute)
-        has_idle_blocks = len(micro_batch.plan.rows) < len(
-            self.head.blocks
-        )  # a curriculum has not come to them
+
+        # Weights without a part in the loss get zeros. A curriculum trains the last blocks later.
+        has_idle_blocks = len(micro_batch.plan.rows) < len(self.head.blocks)
         if out.loss.requires_grad and not has_idle_blocks:
             return out
-        return out._replace(loss=out.loss + self._nothing(aux, hidden))
+        return out._replace(loss=out.loss + self._zero_of_all_weights(aux, hidden))
 
-    def _nothing(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Zero, a function of every trained weight and of ``inputs``."""
+    def _zero_of_all_weights(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Zero that depends on every trained weight and on ``inputs``."""
         trained = (parameter for parameter in self.head.parameters() if parameter.requires_grad)
-        nothing = torch.stack([parameter.sum() * 0.0 for parameter in trained]).sum()
-        return nothing + sum(tensor[:0].sum() for tensor in inputs)
+        zero = torch.stack([parameter.sum() * 0.0 for parameter in trained]).sum()
+        return zero + sum(tensor[:0].sum() for tensor in inputs)
 
 
 def autocast(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Matmuls in bfloat16 when the run's precision says so. Not accelerate's, which is off for DeepSpeed."""
+    """Context in which matmuls run in bfloat16 if ``training.precision`` is bfloat16.
+
+    That of accelerate is off with DeepSpeed.
+    """
     if training.precision != "bfloat16":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

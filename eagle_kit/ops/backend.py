@@ -1,4 +1,4 @@
-"""Choice between the torch reference, the Triton kernel and the C++ form of an operation."""
+"""Choice between the torch reference, the Triton kernel and the C++ implementation of an operation."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ def triton_available() -> bool:
 def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
     """Return whether to run the Triton kernel of an operation over ``tensor``.
 
-    ``backend`` decides, or else the enclosing :func:`use`; without either, Triton runs for tensors on a GPU.
+    ``backend`` decides, or else the enclosing :func:`use`. Without either, Triton runs for tensors on a GPU.
 
     Raises:
         UserError: an unknown backend, or Triton was asked for and is not installed.
@@ -46,18 +46,20 @@ def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
 
 
 def uses_cpp(*tensors: torch.Tensor | None, backend: Backend | None = None) -> bool:
-    """Return whether to run the C++ form of an operation over ``tensors`` (those that there are), if it has
-    one: for plain fp32 tensors on a CPU without gradients, where the forms are at hand, unless ``backend`` or
-    the enclosing :func:`use` name another.
+    """Return whether to run the C++ implementation of an operation over ``tensors``; None is ignored.
+
+    It runs for plain fp32 tensors on a CPU that need no gradients, if the operations in C++ are available,
+    unless ``backend`` or the enclosing :func:`use` name another backend.
 
     Raises:
-        UserError: C++ was asked for and is not at hand.
+        UserError: C++ was asked for and is not available.
     """
     backend = backend or _chosen.get()
     if backend not in (None, "cpp"):
         return False
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not all(_is_plain_fp32(tensor) for tensor in given) or is_differentiated(*given):
+    if not all(tensor is None or _is_plain_fp32(tensor) for tensor in tensors):
+        return False
+    if is_differentiated(*tensors):
         return False
     if backend == "cpp":
         _need_cpp()
@@ -65,14 +67,18 @@ def uses_cpp(*tensors: torch.Tensor | None, backend: Backend | None = None) -> b
 
 
 def copies_in_cpp(*tensors: torch.Tensor, backend: Backend | None = None) -> bool:
-    """Return whether to copy rows of tensors of any dtype by C++: as :func:`uses_cpp`, but unless C++ is
-    asked for nothing is compiled, since torch's copies have the same bits.
+    """Return whether to copy rows of tensors of any dtype in C++.
+
+    As :func:`uses_cpp`, but nothing is compiled for it unless C++ is asked for, since torch's copies have the
+    same bits.
 
     Raises:
-        UserError: C++ was asked for and is not at hand.
+        UserError: C++ was asked for and is not available.
     """
     backend = backend or _chosen.get()
-    if backend not in (None, "cpp") or not all(map(_is_plain, tensors)) or is_differentiated(*tensors):
+    if backend not in (None, "cpp"):
+        return False
+    if not all(_is_plain(tensor) for tensor in tensors) or is_differentiated(*tensors):
         return False
     if backend == "cpp":
         _need_cpp()
@@ -81,7 +87,7 @@ def copies_in_cpp(*tensors: torch.Tensor, backend: Backend | None = None) -> boo
 
 def _need_cpp() -> None:
     if not cpp.available():
-        raise cpp.problem() or UserError("The operations in C++ are not at hand.", cpp.ANOTHER_COMPILER)
+        raise cpp.problem() or UserError("The operations in C++ are not available.", cpp.ANOTHER_COMPILER)
 
 
 def _is_plain_fp32(tensor: torch.Tensor) -> bool:
@@ -93,15 +99,17 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
-def is_differentiated(*tensors: torch.Tensor) -> bool:
-    """Return whether an operation over ``tensors`` is recorded for a backward pass, so that implementations
-    without one must not run."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def is_differentiated(*tensors: torch.Tensor | None) -> bool:
+    """Return whether an operation over ``tensors`` needs a backward pass, so that implementations without one
+    must not run; None is ignored."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 @contextmanager
 def use(backend: Backend) -> Iterator[None]:
-    """Context manager: the default backend of all operations called within."""
+    """Context manager: set the default backend of all operations called within."""
     token = _chosen.set(backend)
     try:
         yield

@@ -1,8 +1,7 @@
-"""What GPUs offer to a program, by compute capability: shared memory, warps, registers, matrix instructions.
+"""Resources of GPUs by compute capability (shared memory, warps, matrix instructions), and tiles that fit.
 
-Sizes of tiles, pipeline stages and numbers of programs are fitted to it here, for the device that is there
-and for those that kernels are compiled for ahead of time. Figures: CUDA C++ Programming Guide, table
-"Technical Specifications per Compute Capability".
+They are known for the device of this process and for those that kernels are compiled for ahead of time.
+Figures: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 """
 
 from functools import cache
@@ -39,7 +38,7 @@ _MULTIPROCESSORS = {
 
 
 def multiprocessor(capability: int) -> Multiprocessor:
-    """Limits of a capability times 10; the smallest ones for those that are not known."""
+    """Limits of a capability times 10; the smallest known ones for an unknown capability."""
     return _MULTIPROCESSORS.get(capability, _SMALL._replace(programs=16))
 
 
@@ -59,7 +58,7 @@ class DeviceFacts(NamedTuple):
 
     @property
     def converts_fp8(self) -> bool:
-        """True if it has instructions that convert e4m3, so that Triton compiles the type."""
+        """True if the GPU has instructions that convert e4m3, so that Triton compiles the type."""
         return self.capability >= 89
 
     @property
@@ -70,32 +69,44 @@ class DeviceFacts(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """True where a program has 99 KB of shared memory: half the tile is then as deep a pipeline."""
+        """True if a program has 99 KB of shared memory: it then holds as many stages of half the tile."""
         return self.shared_bytes < 128 << 10
 
     def room(self, programs: int = 1) -> int:
-        """Bytes of shared memory of each of ``programs`` on a multiprocessor."""
+        """Bytes of shared memory for each of ``programs`` on a multiprocessor."""
         total = multiprocessor(self.capability).total_bytes
         return min(self.shared_bytes, total // programs - RESERVED_BYTES)
 
     def fit(
-        self, block: int, stages: int, stage_bytes: int, *, each: int = 0, held: int = 0, programs: int = 1
+        self,
+        block: int,
+        stages: int,
+        stage_bytes: int,
+        *,
+        extra_bytes: int = 0,
+        fixed_bytes: int = 0,
+        programs: int = 1,
     ) -> tuple[int, int]:
-        """Block size and pipeline stages whose buffers fit: stages are lowered to 2, then the block is halved
-        down to 16.
+        """Block size and number of pipeline stages whose buffers fit: stages are lowered to 2, then the block
+        is halved down to 16.
 
-        Triton keeps as many buffers as stages where groups of warps read them, and one less elsewhere, where
-        the last is in registers.
+        Triton has a buffer for every stage where groups of warps read them, and one less elsewhere, where the
+        last is in registers.
 
         Args:
-            block, stages: those wanted.
-            stage_bytes: shared memory of one value of the block in a buffer.
-            each: of one value of the block beside the buffers.
-            held: of a program beside both.
-            programs: how many shall fit on a multiprocessor.
+            block, stages: the preferred ones.
+            stage_bytes: shared memory of one row or column of the block in a buffer.
+            extra_bytes: shared memory of one row or column of the block beside the buffers.
+            fixed_bytes: shared memory of a program beside both.
+            programs: number of programs that must fit on a multiprocessor.
         """
-        spared = 0 if self.multiplies_in_groups else 1
-        while held + block * ((stages - spared) * stage_bytes + each) > self.room(programs):
+        num_in_registers = 0 if self.multiplies_in_groups else 1
+
+        def total_bytes() -> int:
+            buffers = (stages - num_in_registers) * stage_bytes
+            return fixed_bytes + block * (buffers + extra_bytes)
+
+        while total_bytes() > self.room(programs):
             if stages > 2:
                 stages -= 1
             elif block > 16:
@@ -106,7 +117,7 @@ class DeviceFacts(NamedTuple):
 
 
 def facts_of(capability: int) -> DeviceFacts:
-    """Properties of a GPU of ``capability`` that is not there, with an H200's number of multiprocessors."""
+    """Properties of a GPU of ``capability``, with an H200's number of multiprocessors."""
     return DeviceFacts(132, capability, multiprocessor(capability).program_bytes)
 
 
@@ -119,10 +130,11 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 @cache
 def _facts(device: torch.device) -> DeviceFacts:
-    facts = torch.cuda.get_device_properties(device)
-    capability = 10 * facts.major + facts.minor
+    properties = torch.cuda.get_device_properties(device)
+    capability = 10 * properties.major + properties.minor
+    default_bytes = multiprocessor(capability).program_bytes
     return DeviceFacts(
-        facts.multi_processor_count,
+        properties.multi_processor_count,
         capability,
-        getattr(facts, "shared_memory_per_block_optin", multiprocessor(capability).program_bytes),
+        getattr(properties, "shared_memory_per_block_optin", default_bytes),
     )

@@ -3,17 +3,17 @@
 On capabilities from 9.0 on (:attr:`~.capability.DeviceFacts.starts_early`), and nowhere else, kernels with a
 constant ``PDL`` are launched with :func:`launch_options`. Such a kernel
 
-1. first lets the next launch start (``griddepcontrol.launch_dependents``), which happens when all of its
-   programs have: none of them is left without a place on the GPU by programs that wait;
+1. first lets the next launch start (``griddepcontrol.launch_dependents``). The next launch starts when all
+   programs of this one have done so: waiting programs then take the place of none of them;
 2. may bring weights into the second-level cache (:func:`prefetch`);
-3. then waits, in every program, until the launch before is complete and its writes can be read
+3. then waits, in every program, until the launch before is complete and its writes are visible
    (``griddepcontrol.wait``), before it loads, stores or changes anything: not only before it reads what the
-   launch before writes, but also before it writes what that may still read.
+   launch before writes, but also before it writes what that launch may still read.
 
-Since every program waits before it ends, the end of a launch is the end of all launches before it, and a
-kernel of another library behind it needs to know nothing. A prefetch reads nothing into a program, and the
-second-level cache is where all writes meet, so that weights that are being written are no exception.
-The laboratory holds compiled kernels to the third rule (``waits_first`` in ``kernels/kernel_lab/ptx.py``).
+Since every program waits before it ends, the end of a launch is the end of all launches before it, and
+kernels of other libraries behind it need no change. A prefetch loads nothing into a program, and all writes
+go through the second-level cache, so weights that are being written may be prefetched too. The laboratory
+checks the third rule in compiled kernels (``waits_first`` in ``kernels/kernel_lab/ptx.py``).
 
 Stream capture turns such launches into programmatic edges of a CUDA graph from CUDA 12.3 on. After the CUDA
 C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
@@ -40,7 +40,7 @@ def wait_for_launch(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers):
-    """Bring the lines of the second-level cache at ``pointers``, of any shape, which must be valid."""
+    """Bring the lines at ``pointers``, of any shape, into the second-level cache. They must be valid."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -53,11 +53,11 @@ def prefetch(pointers):
 
 @triton.jit
 def prefetch_rows(rows, column, size, LINES: tl.constexpr):
-    """Bring LINES lines of matrix rows that begin at ``rows [X]``, from ``column`` of ``size`` on; the last
-    element is repeated."""
-    OF_LINE: tl.constexpr = LINE // (rows.dtype.element_ty.primitive_bitwidth // 8)
-    at = tl.minimum(column + tl.arange(0, LINES) * OF_LINE, size - 1)
-    prefetch(rows[:, None] + at[None, :])
+    """Bring LINES lines of the matrix rows at ``rows [X]``, from ``column`` on, into the second-level cache.
+    Columns behind the last of ``size`` are the last one."""
+    PER_LINE: tl.constexpr = LINE // (rows.dtype.element_ty.primitive_bitwidth // 8)
+    columns = tl.minimum(column + tl.arange(0, LINES) * PER_LINE, size - 1)
+    prefetch(rows[:, None] + columns[None, :])
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:

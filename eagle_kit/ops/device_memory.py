@@ -74,8 +74,8 @@ def reserve_segment(device: torch.device, num_bytes: float) -> None:
 
 @contextmanager
 def reserved_again(device: torch.device) -> Iterator[None]:
-    """Within, cached memory of a GPU may be given back to the driver; at the end as much is reserved again as
-    at the beginning, what is missing as one segment."""
+    """Context manager: cached memory of a GPU may be given back to the driver within; at the end as much is
+    reserved as at the beginning, what is missing as one segment."""
     if device.type != "cuda":
         yield
         return

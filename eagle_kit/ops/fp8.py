@@ -1,4 +1,4 @@
-"""Weights in e4m3 with fp32 scales: what they are, and how they are made.
+"""Weights in e4m3 with fp32 scales, and their quantisation.
 
 e4m3 has 3 bits of mantissa down to 2**-6 and steps of 2**-9 below; its largest number is 448 (arXiv
 2209.05433). Legend: N outputs, K inputs of a linear layer, E experts.
@@ -35,39 +35,41 @@ class FP8Weight(NamedTuple):
     @property
     def by_row(self) -> "FP8Weight":
         """The same weight with scales for single rows, ``[..., N, ceil(K / columns)]``."""
-        grown = _grown(self.scales, self.block[0], self.values.shape[-2], -2)
-        return FP8Weight(self.values, grown.contiguous(), (1, self.block[1]))
+        scales = _repeated(self.scales, self.block[0], self.values.shape[-2], -2)
+        return FP8Weight(self.values, scales.contiguous(), (1, self.block[1]))
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Weight in ``dtype``, multiplied in fp32 and rounded once; dimensions before ``[N, K]`` are kept."""
         rows, columns = self.values.shape[-2:]
-        grown = _grown(self.scales.float(), self.block[0], rows, -2)
-        if grown.shape[-1] > 1:
-            grown = _grown(grown, self.block[1], columns, -1)
-        return (self.values.float() * grown).to(dtype)
+        scales = _repeated(self.scales.float(), self.block[0], rows, -2)
+        if scales.shape[-1] > 1:
+            scales = _repeated(scales, self.block[1], columns, -1)
+        return (self.values.float() * scales).to(dtype)
 
     def view(self, shape: tuple[int, ...]) -> "FP8Weight":
-        """The weight of experts on top of each other, ``[E N, K]``, as ``shape [E, N, K]``, whose N is a
-        multiple of the rows of a block; a weight that has its shape already is the same."""
+        """View the weight of experts on top of each other, ``[E N, K]``, as ``shape [E, N, K]``; N must be a
+        multiple of the rows of a block. A weight that already has ``shape`` is unchanged."""
         scales = self.scales.view(*shape[:-2], -1, self.scales.shape[-1])
         return FP8Weight(self.values.view(shape), scales, self.block)
 
     def unbind(self) -> list["FP8Weight"]:
         """Weights ``[N, K]`` of the experts."""
-        both = zip(self.values.unbind(), self.scales.unbind(), strict=True)
-        return [FP8Weight(values, scales, self.block) for values, scales in both]
+        experts = zip(self.values.unbind(), self.scales.unbind(), strict=True)
+        return [FP8Weight(values, scales, self.block) for values, scales in experts]
 
     def pieces(self, numel: int) -> Iterator[tuple[slice, "FP8Weight"]]:
-        """Consecutive rows of at most ``numel`` elements, or one block of rows where that is more, with their
-        place."""
-        rows, (outputs, inputs) = self.block[0], self.values.shape
-        step = max(1, numel // (inputs * rows)) * rows
+        """Split the weight into pieces of at most ``numel`` elements, or of one block of rows if that has
+        more: pairs of the rows and the piece."""
+        block_rows = self.block[0]
+        outputs, inputs = self.values.shape
+        step = max(1, numel // (inputs * block_rows)) * block_rows
         for begin in range(0, outputs, step):
-            place, blocks = slice(begin, begin + step), slice(begin // rows, (begin + step) // rows)
-            yield place, FP8Weight(self.values[place], self.scales[blocks], self.block)
+            rows = slice(begin, begin + step)
+            blocks = slice(begin // block_rows, (begin + step) // block_rows)
+            yield rows, FP8Weight(self.values[rows], self.scales[blocks], self.block)
 
 
-def _grown(scales: torch.Tensor, times: int, size: int, dim: int) -> torch.Tensor:
+def _repeated(scales: torch.Tensor, times: int, size: int, dim: int) -> torch.Tensor:
     """Scales repeated to one for each of ``size`` rows or columns."""
     if times == 1:
         return scales

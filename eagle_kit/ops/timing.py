@@ -1,9 +1,9 @@
-"""Times of operations: CUDA events around replays of a graph, the second-level cache emptied before each;
-on a CPU the clock.
+"""Timing of operations: on a GPU by CUDA events around replays of a graph, with the second-level cache
+flushed before each; on a CPU by the clock.
 
-The cache is emptied by reading, not by writing: lines that were written would have to go back to memory
-during the operation, on its account. A graph of one operation has no gaps between its launches; an operation
-that cannot be captured is enqueued while the device is still busy with the flush.
+The cache is flushed by reading, not by writing: written lines would go back to memory during the operation
+and add to its time. A graph of one operation has no gaps between its launches. An operation that cannot be
+captured is enqueued while the device is still busy with the flush.
 """
 
 import statistics
@@ -23,8 +23,14 @@ EAGER_FLUSHES = 8
 
 
 class Timing(NamedTuple):
-    """Seconds of one run: ``median``, and ``low`` and ``high`` with a tenth of the runs below and above.
-    ``how``: ``"graph"``, ``"eager"`` (events around launches) or ``"clock"``."""
+    """Seconds of a run.
+
+    Attributes:
+        median: of all runs.
+        low, high: a tenth of the runs are below ``low``, a tenth above ``high``.
+        repeats: number of runs.
+        how: ``"graph"``, ``"eager"`` (events around launches) or ``"clock"``.
+    """
 
     median: float
     low: float
@@ -34,30 +40,37 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[float], how: str) -> "Timing":
-        """Of the single runs."""
+        """Timing from the ``seconds`` of each run."""
         ordered = sorted(seconds)
         tenth = len(ordered) // 10
         return cls(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered), how)
 
     def in_us(self) -> dict[str, Any]:
-        """For JSON, in microseconds."""
-        spread = {"median": self.median, "low": self.low, "high": self.high}
-        in_us = {name: round(1e6 * value, 3) for name, value in spread.items()}
-        return {**in_us, "repeats": self.repeats, "how": self.how}
+        """Fields for JSON, times in microseconds."""
+        return {
+            "median": round(1e6 * self.median, 3),
+            "low": round(1e6 * self.low, 3),
+            "high": round(1e6 * self.high, 3),
+            "repeats": self.repeats,
+            "how": self.how,
+        }
 
 
 class Timer:
     """Times functions on one device.
 
     Args:
-        budget_s: about how long the repetitions of one function may take together.
-        least, most: repetitions, whatever they take.
+        budget_s: seconds that the repetitions of one function should take together.
+        least, most: bounds of the number of repetitions, whatever they take.
     """
 
     def __init__(
         self, device: torch.device, budget_s: float = 0.25, least: int = 10, most: int = 100
     ) -> None:
-        self.device, self.budget_s, self.least, self.most = device, budget_s, least, most
+        self.device = device
+        self.budget_s = budget_s
+        self.least = least
+        self.most = most
         self._flushed: torch.Tensor | None = None
         if device.type == "cuda":
             size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 50 << 20
@@ -73,6 +86,8 @@ class Timer:
         """Warm up, then time ``run()``, which must do the same every time."""
         if self.device.type != "cuda":
             return self._by_clock(run)
+
+        # Warm up on the stream that captures.
         side = _side_stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -80,14 +95,16 @@ class Timer:
                 run()
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
+
+        # Time replays of a graph, or launches if there is none.
         graph = _capture(run, side) if as_graph else None
         if graph is not None:
             return Timing.of(self._by_events(graph.replay, 1), "graph")
         return Timing.of(self._by_events(run, EAGER_FLUSHES), "eager")
 
     def time_in_a_row(self, run: Callable[[], Any], repeats: int = 20, warmup: int = 26) -> Timing:
-        """Time ``run()`` from one call to the next, as steps of an engine follow one another; nothing is
-        waited for and no cache is emptied between them."""
+        """Time ``run()`` from one call to the next, as an engine runs its steps: without a wait or a flush
+        between them."""
         marks = []
         for _ in range(warmup + repeats + 1):
             marks.append(self._mark())
@@ -127,7 +144,8 @@ class Timer:
         for _ in range(repeats):
             for _ in range(flushes):
                 self.flush()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start = torch.cuda.Event(enable_timing=True)
+            stop = torch.cuda.Event(enable_timing=True)
             start.record()
             run()
             stop.record()
@@ -141,13 +159,13 @@ class Timer:
 
 @torch.inference_mode()
 def matmul_rates(size: int = 2048) -> dict[str, float]:
-    """FLOP/s of a square fp32 product on the CPU, by torch and by oneDNN where it is there."""
+    """FLOP/s of a square fp32 product on the CPU, by torch and, if available, by oneDNN."""
     a, b = torch.randn(2, size, size)
     timer = Timer(torch.device("cpu"), budget_s=0.0, least=7)
-    forms: dict[str, Callable[[], torch.Tensor]] = {"torch_mm": lambda: a @ b}
+    products: dict[str, Callable[[], torch.Tensor]] = {"torch_mm": lambda: a @ b}
     if onednn.available():
-        forms["onednn"] = lambda: onednn.matmul(a, b)
-    return {name: 2 * size**3 / timer.time(run).median for name, run in forms.items()}
+        products["onednn"] = lambda: onednn.matmul(a, b)
+    return {name: 2 * size**3 / timer.time(run).median for name, run in products.items()}
 
 
 @cache
@@ -160,7 +178,7 @@ def _side_stream(device: torch.device) -> "torch.cuda.Stream":
 
 
 def _capture(run: Callable[[], Any], side: "torch.cuda.Stream") -> "torch.cuda.CUDAGraph | None":
-    """Capture ``run`` on the stream ``side``; None where the host takes part in it.
+    """Capture ``run`` on the stream ``side``; None if it cannot be captured, as when it reads on the host.
 
     Other threads may pin or allocate memory during the capture.
     """

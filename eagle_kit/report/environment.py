@@ -18,10 +18,12 @@ PACKAGES = ("eagle_kit", "torch", "transformers", "accelerate", "numpy", "safete
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """CPU model, usable cores, torch threads, memory in GB, and the GPU when ``device`` is one."""
+    """CPU model, usable cores, torch threads, memory in GiB, and the GPU when ``device`` is one."""
     import torch
 
-    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    gpu = None
+    if device.startswith("cuda"):
+        gpu = torch.cuda.get_device_name(device)
     return {
         "cpu": cpu_model(),
         "cores": num_cores(),
@@ -33,17 +35,23 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def peak_memory_gb(device: str) -> float | None:
-    """Peak memory of this process: allocated on its GPU, or resident beside a CPU; None where the system does
-    not tell."""
+    """Peak memory of this process in GB (1e9 bytes): allocated on its GPU, or resident where
+    ``device`` is a CPU; None where the system does not give it."""
     import torch
 
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device) / 1e9
-    with suppress(OSError):  # not getrusage, which on Linux begins with what the parent process had
-        status = Path("/proc/self/status").read_bytes()  # a process may have any name
-        if found := re.search(rb"VmHWM:\s*(\d+) kB", status):
-            return int(found[1]) * 1024 / 1e9
-    return None
+
+    # Not by getrusage, whose peak begins on Linux with that of the parent process. The file is read
+    # as bytes, since the name of a process may be no UTF-8.
+    try:
+        status = Path("/proc/self/status").read_bytes()
+    except OSError:
+        return None
+    found = re.search(rb"VmHWM:\s*(\d+) kB", status)
+    if found is None:
+        return None
+    return int(found[1]) * 1024 / 1e9
 
 
 def machine_title(machine: dict[str, Any]) -> str:
@@ -51,21 +59,23 @@ def machine_title(machine: dict[str, Any]) -> str:
     if machine.get("gpu"):
         return str(machine["gpu"])
     threads = machine["threads"]
-    return f"{machine['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
+    unit = "thread" if threads == 1 else "threads"
+    return f"{machine['cpu']}, {threads} {unit}"
 
 
 def cpu_model() -> str:
-    """Name of the CPU where the system tells it, else its architecture. Names without a number, as clouds
-    give them, are followed by family and model."""
+    """Name of the CPU where the system gives it, else its architecture. Names without a number, as
+    clouds give them, are followed by family and model."""
+    text = ""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     fields: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            field, _, value = line.partition(":")
-            fields.setdefault(field.strip().lower(), value.strip())
-    except OSError:
-        pass
+    for line in text.splitlines():
+        field, _, value = line.partition(":")
+        fields.setdefault(field.strip().lower(), value.strip())
     name = fields.get("model name") or fields.get("hardware") or platform.processor() or platform.machine()
-    if not any(character.isdigit() for character in name) and {"cpu family", "model"} <= fields.keys():
+    has_number = any(character.isdigit() for character in name)
+    if not has_number and {"cpu family", "model"} <= fields.keys():
         name += f" (family {fields['cpu family']}, model {fields['model']})"
     return name
 
@@ -76,7 +86,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of those of the named distributions that are installed."""
+    """Versions of the named distributions, without those that are not installed."""
     found = {}
     for name in names:
         with suppress(PackageNotFoundError):
@@ -87,7 +97,9 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 def command_line() -> str:
     """The command as it was typed, without the folder of the program."""
     program = Path(sys.argv[0]).name
-    return shlex.join(["eagle-kit" if program == "__main__.py" else program, *sys.argv[1:]])
+    if program == "__main__.py":
+        program = "eagle-kit"
+    return shlex.join([program, *sys.argv[1:]])
 
 
 def now() -> str:

@@ -19,17 +19,23 @@ STYLE = (
 
 
 class Picture(NamedTuple):
-    """A PNG, and the path below the page's folder where it is written as well."""
+    """A PNG of a page.
+
+    Attributes:
+        path: below the page's folder, where the picture is written as well.
+        png: contents of the file.
+    """
 
     path: str
     png: bytes
 
 
 def write_page(folder: Path, title: str, parts: Sequence[Table | Picture | str]) -> Path:
-    """Write ``report.html`` and its pictures into ``folder``, which is made; each file is whole or not there.
+    """Write ``report.html`` and its pictures into ``folder``, which is made if it does not exist.
+    Each file is written atomically.
 
     Args:
-        parts: in their order; a string is a paragraph.
+        parts: of the page, in their order; a string is a paragraph.
 
     Returns:
         The path of the page.
@@ -48,8 +54,10 @@ def write_page(folder: Path, title: str, parts: Sequence[Table | Picture | str])
                 write_bytes_atomically(path, part.png)
                 data = base64.b64encode(part.png).decode()
                 lines.append(f'<img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}">')
+            elif isinstance(part, Table):
+                lines.append(part.html())
             else:
-                lines.append(part.html() if isinstance(part, Table) else f"<p>{html.escape(part)}</p>")
+                lines.append(f"<p>{html.escape(part)}</p>")
         folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(page, "\n".join(lines) + "\n")
     except OSError as error:

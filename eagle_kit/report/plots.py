@@ -27,7 +27,8 @@ def has_matplotlib() -> bool:
 
 
 def require_matplotlib(remedy: str = "") -> None:
-    """Raise UserError when matplotlib is missing; ``remedy`` names another way out than installing it."""
+    """Raise UserError when matplotlib is missing. ``remedy`` says what to do in place of installing
+    it."""
     if not has_matplotlib():
         other = f", or {remedy}" if remedy else ""
         raise UserError(
@@ -41,7 +42,7 @@ def hue(i: int) -> str:
 
 
 def shade(colour: str, amount: float) -> Colour:
-    """Mix ``#rrggbb`` with white; amount 0 leaves it, 1 is white."""
+    """Mix ``#rrggbb`` with white: amount 0 leaves the colour as it is, and 1 is white."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red + (1 - red) * amount, green + (1 - green) * amount, blue + (1 - blue) * amount
 
@@ -51,11 +52,13 @@ class Curve:
     """A curve of a :class:`Curves` panel.
 
     Attributes:
-        x, y: points.
+        x: of the points.
+        y: of the points.
         label: in the legend; empty leaves it out.
         style: matplotlib's line and marker, such as ``-``, ``o-`` or ``:``.
         faint: thin and pale, for raw values behind their running mean.
-        low, high: bounds of a band around ``y``.
+        low: lower bounds of a band around ``y``; empty draws none.
+        high: upper bounds of that band.
         mark: (x, y) of a point that gets a star and its value as text.
     """
 
@@ -75,7 +78,8 @@ class Curves:
     """A panel of curves.
 
     Attributes:
-        across, up: labels of the axes.
+        across: label of the horizontal axis.
+        up: label of the vertical axis.
         curves: drawn in their order.
         title: above the panel.
         limits: of the vertical axis; None leaves one open.
@@ -100,23 +104,31 @@ class Curves:
 
     def draw(self, area: Any) -> None:
         """Draw into matplotlib axes."""
-        area.margins(x=0.08 if any(c.mark for c in self.curves) else 0.05, y=0.1)
+        has_marks = any(curve.mark for curve in self.curves)
+        area.margins(x=0.08 if has_marks else 0.05, y=0.1)
+
+        # Curves.
         if self.stacked and self.curves:
             layers = [curve.y for curve in self.curves]
-            labels, colours = [c.label for c in self.curves], [c.colour for c in self.curves]
+            labels = [curve.label for curve in self.curves]
+            colours = [curve.colour for curve in self.curves]
             area.stackplot(self.curves[0].x, *layers, labels=labels, colors=colours, alpha=0.85)
         else:
             for curve in self.curves:
                 _draw_curve(area, curve)
         if self.whole:
             area.xaxis.get_major_locator().set_params(integer=True)
+
+        # Legend.
         if self.legend is not None:
             handles, labels = area.get_legend_handles_labels()
-            look = {"fontsize": 8, "title_fontsize": 8, "frameon": False, "title": self.legend}
+            style = {"fontsize": 8, "title_fontsize": 8, "frameon": False, "title": self.legend}
             if self.stacked:  # beside the layers, in their order
-                area.legend(handles[::-1], labels[::-1], bbox_to_anchor=(1, 1), loc="upper left", **look)
+                area.legend(handles[::-1], labels[::-1], bbox_to_anchor=(1, 1), loc="upper left", **style)
             else:
-                area.legend(handles, labels, **look)
+                area.legend(handles, labels, **style)
+
+        # Limits. A top that is left open has some room above the curves.
         bottom, top = self.limits
         if bottom is not None and top is None:
             top = 1.05 * area.get_ylim()[1]
@@ -126,11 +138,13 @@ class Curves:
 
 @dataclass(frozen=True)
 class BarSeries:
-    """One bar a group.
+    """One bar in each group.
 
     Attributes:
-        values: a number a group; None is written as "no data".
-        dots: of every group, single measurements behind its value.
+        label: in the legend.
+        values: one number for each group; None is written as "no data".
+        colour: of the bars.
+        dots: single measurements of each group, from which its value comes.
     """
 
     label: str
@@ -164,21 +178,28 @@ class Bars:
 
     def draw(self, area: Any) -> None:
         """Draw into matplotlib axes."""
-        thick = 0.8 / max(len(self.series), 1)
-        ends = [self.start + 0.1]
+        # Bars of a group lie one below the other around its tick.
+        thickness = 0.8 / max(len(self.series), 1)
+        right = self.start + 0.1
         for i, series in enumerate(self.series):
+            offset = (i - (len(self.series) - 1) / 2) * thickness
             for group, value in enumerate(series.values):
-                place = group + (i - (len(self.series) - 1) / 2) * thick
+                y = group + offset
                 dots = series.dots[group] if series.dots else ()
                 end = max([value or self.start, *dots])
-                ends.append(end)
+                right = max(right, end)
+                text = "no data"
                 if value is not None:
-                    area.barh(place, value - self.start, thick * 0.9, left=self.start, color=series.colour)
-                area.plot(dots, [place] * len(dots), "o", color=GREY, markersize=3.5)
-                _write(area, end, place, "no data" if value is None else f"{value:.2f}", (4, 0), va="center")
+                    width = value - self.start
+                    area.barh(y, width, thickness * 0.9, left=self.start, color=series.colour)
+                    text = f"{value:.2f}"
+                area.plot(dots, [y] * len(dots), "o", color=GREY, markersize=3.5)
+                _write(area, end, y, text, (4, 0), va="center")
+
+        # Axes, with room for the texts behind the bars.
         area.set_yticks(range(len(self.groups)), self.groups)
         area.set_ylim(len(self.groups) - 0.5, -0.5)
-        area.set_xlim(self.start, self.start + 1.15 * (max(ends) - self.start))
+        area.set_xlim(self.start, self.start + 1.15 * (right - self.start))
         frame(area, self.title, self.across, "")
         area.grid(False, axis="y")
         area.tick_params(axis="y", length=0)
@@ -192,8 +213,11 @@ class HeatMap:
 
     Attributes:
         across: label of the horizontal axis.
-        columns, rows: their names.
-        values: of every row.
+        columns: their names.
+        rows: their names.
+        values: numbers of every row, one a column.
+        title: above the panel.
+        middle: number of a white cell.
     """
 
     across: str
@@ -212,9 +236,8 @@ class HeatMap:
         """Draw into matplotlib axes."""
         from matplotlib.colors import TwoSlopeNorm
 
-        numbers = [value for row in self.values for value in row]
-        away = max(abs(value - self.middle) for value in numbers) or 1.0
-        norm = TwoSlopeNorm(self.middle, self.middle - away, self.middle + away)
+        largest = max(abs(value - self.middle) for row in self.values for value in row) or 1.0
+        norm = TwoSlopeNorm(self.middle, self.middle - largest, self.middle + largest)
         area.imshow(self.values, norm=norm, cmap="RdBu", aspect="auto", alpha=0.75)
         for i, row in enumerate(self.values):
             for j, value in enumerate(row):
@@ -243,6 +266,7 @@ def draw(title: str, panels: Sequence[Panel], *, columns: int = 0, legend: bool 
     require_matplotlib()
     from matplotlib.figure import Figure
 
+    # Rows of panels, each as high as its highest one.
     columns = columns or len(panels)
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
@@ -251,6 +275,8 @@ def draw(title: str, panels: Sequence[Panel], *, columns: int = 0, legend: bool 
     areas = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights).flat
     for panel, area in zip(panels, areas, strict=True):
         panel.draw(area)
+
+    # Title and legend.
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     if legend:
         handles = _legend_of(panels)
@@ -273,9 +299,16 @@ def frame(area: Any, title: str, across: str, up: str) -> None:
 
 
 def _draw_curve(area: Any, curve: Curve) -> None:
-    width, alpha = (0.6, 0.35) if curve.faint else (1.6, 1.0)
-    look = {"color": curve.colour, "linewidth": width, "alpha": alpha, "markersize": 4}
-    area.plot(curve.x, curve.y, curve.style, label=curve.label or None, **look)
+    area.plot(
+        curve.x,
+        curve.y,
+        curve.style,
+        label=curve.label or None,
+        color=curve.colour,
+        linewidth=0.6 if curve.faint else 1.6,
+        alpha=0.35 if curve.faint else 1.0,
+        markersize=4,
+    )
     if curve.low:
         area.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.18)
     if curve.mark is not None:
@@ -284,10 +317,10 @@ def _draw_curve(area: Any, curve: Curve) -> None:
         _write(area, x, y, f"{y:.3f}", (-5, 8), ha="right", color=curve.colour)
 
 
-def _write(area: Any, x: float, y: float, text: str, away: tuple[int, int], **look: Any) -> None:
-    """Write beside a point, ``away`` points from it."""
+def _write(area: Any, x: float, y: float, text: str, offset: tuple[int, int], **style: Any) -> None:
+    """Write beside a point, ``offset`` typographic points from it."""
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.8}
-    area.annotate(text, (x, y), xytext=away, textcoords="offset points", fontsize=8, bbox=box, **look)
+    area.annotate(text, (x, y), xytext=offset, textcoords="offset points", fontsize=8, bbox=box, **style)
 
 
 def _legend_of(panels: Sequence[Panel]) -> list[Any]:
@@ -296,7 +329,9 @@ def _legend_of(panels: Sequence[Panel]) -> list[Any]:
 
     series: list[BarSeries | Curve] = []
     for panel in panels:
-        series += panel.series if isinstance(panel, Bars) else ()
-        series += panel.curves if isinstance(panel, Curves) and panel.legend is None else ()
-    colours = {one.label: one.colour for one in series if one.label}
+        if isinstance(panel, Bars):
+            series += panel.series
+        elif isinstance(panel, Curves) and panel.legend is None:
+            series += panel.curves
+    colours = {each.label: each.colour for each in series if each.label}
     return [Patch(color=colour, label=label) for label, colour in colours.items()]

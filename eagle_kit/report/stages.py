@@ -18,29 +18,32 @@ def mute(line: str) -> None:
 
 
 def about(seconds: float) -> str:
-    """``"about 6 minutes"``, for people."""
+    """A time for people, such as ``"about 6 minutes"``."""
     minutes = round(seconds / 60)
     if minutes < 1:
         return "less than a minute"
+    if minutes == 1:
+        return "about 1 minute"
     if minutes < 120:
-        return f"about {minutes} minute{'' if minutes == 1 else 's'}"
+        return f"about {minutes} minutes"
     return f"about {minutes / 60:.1f} hours"
 
 
 def _plural(unit: str) -> str:
-    """``"replies"`` for ``"reply"``, ``"steps"`` for ``"step"``."""
+    """The plural, such as ``"replies"`` for ``"reply"``."""
     return f"{unit[:-1]}ies" if unit.endswith("y") else f"{unit}s"
 
 
 class TimeLeft:
-    """The line that says about how long a command still takes, printed once, after its first measured work.
+    """A line with the time that a command will still take, printed once, after its first measured
+    work.
 
     Args:
-        total: work that is to be done; None where it is not known.
-        unit: of work, in the plural, for totals that are not known.
-        sample: work after which the time is estimated. Work that is done together in a batch ends together,
-            so a sample has whole batches.
-        prints: takes the line.
+        total: amount of work; None where it is not known.
+        unit: of work, in the plural, for the line without a total.
+        sample: work after which the time is estimated. A batch ends as a whole, so a sample is
+            whole batches.
+        prints: called with the line.
     """
 
     def __init__(
@@ -60,16 +63,17 @@ class TimeLeft:
         self._is_said = False
 
     def restart(self) -> None:
-        """Measure from now on; what took time so far was no work."""
+        """Measure from now on: no work was done before."""
         self._started = time.monotonic()
 
     def skip(self, work: float) -> None:
-        """Leave out ``work`` that had been done before."""
+        """Leave out ``work`` that was done before the command began."""
         if self._total is not None:
             self._total -= work
 
     def count(self, work: float) -> None:
-        """Count ``work`` that was just done, and print the line if that is enough to estimate by."""
+        """Count ``work`` that was just done, and print the line once that is enough for an
+        estimate."""
         self._done += work
         is_enough = self._done >= min(self._sample, self._total or self._sample)
         if self._is_said or not is_enough or self._done <= 0:
@@ -86,11 +90,11 @@ class TimeLeft:
 class Stages:
     """Stages of a command, one after the other, each with a bar.
 
-    The time of all stages is estimated after the first measured work (:class:`TimeLeft`), for which later
-    stages are counted in units of the first.
+    The time of all stages is estimated after the first measured work (:class:`TimeLeft`). So the
+    work of all stages is given in one unit.
 
     Args:
-        costs: expected work of each stage by its name, in order.
+        costs: expected work of each stage by its name, in order, in any one unit.
         sample: see :class:`TimeLeft`.
         shows_bar: draw the bars; without them a line names each stage.
         is_quiet: print nothing at all.
@@ -109,11 +113,12 @@ class Stages:
         self._prints: Callable[[str], None] = mute if is_quiet else say
         self._time = TimeLeft(sum(costs.values()), sample=sample, prints=self._prints)
         self._bar: Any = None
-        self._cost_of_a_piece = 0.0
+        self._cost_per_piece = 0.0
         self._is_measuring = False
 
     def start(self, name: str, total: int, unit: str = "step") -> None:
-        """Begin a stage of ``total`` pieces of work; those of one that was not announced are not counted."""
+        """Begin a stage of ``total`` pieces of work. The time of a stage that is not in ``costs``
+        is not estimated."""
         from tqdm import tqdm
 
         self.close()
@@ -121,7 +126,7 @@ class Stages:
         label = name
         if name in self._costs:
             label = f"{names.index(name) + 1}/{len(names)} {name}"
-        self._cost_of_a_piece = self._costs.get(name, 0.0) / max(total, 1)
+        self._cost_per_piece = self._costs.get(name, 0.0) / max(total, 1)
         if not self._is_measuring:
             self._time.restart()
             self._is_measuring = True
@@ -130,16 +135,16 @@ class Stages:
         self._bar = tqdm(total=total, unit=unit, desc=label, dynamic_ncols=True, disable=not self._shows_bar)
 
     def step(self, *_: object) -> None:
-        """Count one piece; what a callback is told is not looked at."""
+        """Count one piece of work. The arguments of callbacks are ignored."""
         if self._bar is not None:
             self._bar.update()
-        self._time.count(self._cost_of_a_piece)
+        self._time.count(self._cost_per_piece)
 
     def skip(self, count: int) -> None:
-        """Count pieces that had been done before."""
+        """Count pieces of work that were done before the command began."""
         if self._bar is not None:
             self._bar.update(count)
-        self._time.skip(count * self._cost_of_a_piece)
+        self._time.skip(count * self._cost_per_piece)
 
     def close(self) -> None:
         """End the last stage."""

@@ -1,7 +1,7 @@
 """Tables of text: aligned for a terminal, as Markdown, as HTML."""
 
 import html
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ class Table:
 
     Attributes:
         head: titles of the columns; empty ones give a table without a head in HTML.
-        rows: one text a column; an empty row is a gap.
-        left: titles of the columns that are aligned to the left; None is the first one.
+        rows: one text for each column; an empty row is a gap.
+        left: titles of the columns that are aligned to the left; None for the first one alone.
     """
 
     head: Sequence[str]
@@ -22,32 +22,43 @@ class Table:
 
     def text(self) -> str:
         """Aligned columns with a rule under the head."""
-        lines = [self.head, *(row for row in self.rows if row)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        filled = [self.head, *(row for row in self.rows if row)]
+        widths = [max(map(len, column)) for column in zip(*filled, strict=True)]
         rule = "  ".join("-" * width for width in widths)
-        return "\n".join([self._line(self.head, widths), rule, *(self._line(r, widths) for r in self.rows)])
+        lines = [self._line(self.head, widths), rule]
+        lines += [self._line(row, widths) for row in self.rows]
+        return "\n".join(lines)
 
     def markdown(self) -> str:
         """A Markdown table."""
         rule = [":--" if is_left else "--:" for is_left in self._is_left()]
-        return "\n".join(f"| {' | '.join(line)} |" for line in (self.head, rule, *self.rows))
+        lines = [self.head, rule, *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def html(self) -> str:
         """A ``<table>`` element."""
-        head = [self._cells(self.head, "th")] if any(self.head) else []
-        return f"<table>{''.join([*head, *(self._cells(row, 'td') for row in self.rows)])}</table>"
+        rows = [_html_row(row, "td") for row in self.rows]
+        if any(self.head):
+            rows.insert(0, _html_row(self.head, "th"))
+        return f"<table>{''.join(rows)}</table>"
 
-    def _is_left(self) -> Iterator[bool]:
+    def _is_left(self) -> list[bool]:
+        """Whether each column is aligned to the left."""
         left = self.head[:1] if self.left is None else self.left
-        return (title in left for title in self.head)
+        return [title in left for title in self.head]
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
-        cells = zip(row, widths, self._is_left(), strict=bool(row))
-        return "  ".join(t.ljust(width) if left else t.rjust(width) for t, width, left in cells).rstrip()
+        """A row with its cells aligned; empty for an empty row."""
+        cells = []
+        for text, width, is_left in zip(row, widths, self._is_left(), strict=bool(row)):
+            cells.append(text.ljust(width) if is_left else text.rjust(width))
+        return "  ".join(cells).rstrip()
 
-    @staticmethod
-    def _cells(row: Sequence[str], kind: str) -> str:
-        return f"<tr>{''.join(f'<{kind}>{html.escape(cell)}</{kind}>' for cell in row)}</tr>"
+
+def _html_row(row: Sequence[str], element: str) -> str:
+    """A ``<tr>`` of cells that are ``th`` or ``td``."""
+    cells = [f"<{element}>{html.escape(text)}</{element}>" for text in row]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def number(value: float | None, digits: int = 2, missing: str = "-") -> str:
@@ -56,7 +67,8 @@ def number(value: float | None, digits: int = 2, missing: str = "-") -> str:
 
 
 def in_few_digits(value: Any) -> str:
-    """A number in about three digits, from 1000 on whole; yes or no; anything else as it is."""
+    """A number in about three digits, without decimals from 1000 on; a bool as yes or no; anything
+    else as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):

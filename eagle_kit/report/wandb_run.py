@@ -12,10 +12,10 @@ RUN_ID = "wandb-run-id.txt"
 
 
 def run_id(folder: Path) -> str:
-    """The id of the folder's run of wandb, which is made and written there the first time.
+    """The id of the run of wandb of ``folder``. The first call makes one and writes it there.
 
     Raises:
-        OSError: it can neither be read nor be written.
+        OSError: the file can neither be read nor written.
     """
     path = folder / RUN_ID
     known = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
@@ -47,7 +47,7 @@ def log_figures(
 
     Args:
         options: of :meth:`~eagle_kit.config.train.TrackingConfig.wandb_options`, which name the folder.
-        config: settings to show beside the figures.
+        config: settings that wandb shows beside the figures.
 
     Raises:
         UserError: wandb does not start.
@@ -64,7 +64,7 @@ def log_figures(
             allow_val_change=True,
             **options,
         )
-    except Exception as error:  # no login, no network, and whatever its service raises
+    except Exception as error:  # no login, no network, or any error of the service
         reason = first_line(error).rstrip(".")
         raise UserError(
             f"wandb did not start: {reason}. The results themselves are in {options['dir']}.",

@@ -1,6 +1,7 @@
 """An engine behind an event loop: coroutines add requests and read replies, and a thread steps the engine.
 
-Three threads pass a request on:
+Three threads pass a request on, after its prompt was tokenised and its grammar compiled in threads of their
+own (``api/service.py``, :meth:`AsyncEngine.add`):
 
 * The event loop posts requests and aborts to an inbox.
 * The engine's thread reads the inbox, steps the engine and sends the progress of replies to the text thread.
@@ -35,7 +36,7 @@ from eagle_kit.server.reply import (
     ReplyStream,
 )
 from eagle_kit.server.room import has_room
-from eagle_kit.server.text_thread import News, Progress, TextThread
+from eagle_kit.server.text_thread import Progress, ReplyUpdate, TextThread
 
 if TYPE_CHECKING:
     from eagle_kit.engine.engine import Engine
@@ -56,14 +57,20 @@ class _Arrival(NamedTuple):
     admitted: "asyncio.Future[None]"
 
 
-class _StopFound(NamedTuple):
-    """Message of the text thread: the text of a reply completes a stop text."""
+class _Abort(NamedTuple):
+    """Message of the event loop or the text thread: the request of a reply is to be aborted."""
 
     reply: ReplyStream
 
 
-_Item = _Arrival | ReplyStream | _StopFound
-"""Messages of the inbox: a request to add, a reply to abort, a reply to end at its stop text."""
+class _StopFound(NamedTuple):
+    """Message of the text thread: the text of a reply contains a stop text, where the reply is to end."""
+
+    reply: ReplyStream
+
+
+_Message = _Arrival | _Abort | _StopFound
+"""Messages of the inbox."""
 
 STUCK_S = 10.0
 """Seconds that the engine's thread has to end, once another rank is lost."""
@@ -104,7 +111,12 @@ class AsyncEngine:
         self._lost: RankLost | None = None
 
         # Threads: of text, of the engine, and of grammars.
-        self._text = TextThread(self._deliver_from_thread, self._stop, self._post_from_thread, observer)
+        self._text = TextThread(
+            deliver=self._deliver_from_thread,
+            stop=self._stop_from_thread,
+            abort=self._abort_from_thread,
+            observer=observer,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
         self._compiling = FairThread("eagle-kit grammar")
@@ -119,11 +131,11 @@ class AsyncEngine:
 
         # The inbox, which all threads post to while they hold ``_wake``.
         self._wake = threading.Condition()
-        self._inbox: list[_Item] = []
+        self._inbox: list[_Message] = []
         self._closed = False
 
         # State of the engine's thread: messages taken from the inbox, and the progress of each reply.
-        self._items: deque[_Item] = deque()
+        self._messages: deque[_Message] = deque()
         self._progress: dict[int, Progress] = {}
 
     @property
@@ -321,33 +333,35 @@ class AsyncEngine:
             self._abort(reply)
             self._finish(reply, Overloaded("The server is shutting down."))
 
-    def _post(self, items: Sequence[_Item]) -> None:
+    def _post(self, messages: Sequence[_Message]) -> None:
         with self._wake:
             if not self._closed:
-                self._inbox += items
+                self._inbox += messages
                 self._wake.notify()
                 return
         # The thread has ended, or will end without reading the inbox again.
-        self._fail_on_loop(items)
+        self._fail_on_loop(messages)
 
     def _abort(self, reply: ReplyStream) -> None:
-        self._post([reply])
+        self._post([_Abort(reply)])
 
-    def _fail_on_loop(self, items: Sequence[_Item]) -> None:
+    def _fail_on_loop(self, messages: Sequence[_Message]) -> None:
         error = EngineFailed("The engine does not run any more.")
-        for item in items:
-            if isinstance(item, ReplyStream):
-                self._finish(item, error)
-            elif isinstance(item, _Arrival):
-                self._settle(item, error)
+        for message in messages:
+            if isinstance(message, _Abort):
+                self._finish(message.reply, error)
+            elif isinstance(message, _Arrival):
+                self._resolve_admission(message, error)
 
-    def _finish(self, reply: ReplyStream, news: "Delta | Exception") -> None:
-        reply.put(news)
+    def _finish(self, reply: ReplyStream, last: "Delta | Exception") -> None:
+        """Give a reader the last delta, or the error, of its reply."""
+        reply.put(last)
         self._live.discard(reply)
         if not self._live:
             self._idle.set()
 
-    def _settle(self, arrival: _Arrival, error: Exception | None) -> None:
+    def _resolve_admission(self, arrival: _Arrival, error: Exception | None) -> None:
+        """Let :meth:`add` return, or raise the error."""
         if error is not None:
             self._finish(arrival.reply, error)
         if not arrival.admitted.done():
@@ -356,25 +370,28 @@ class AsyncEngine:
             else:
                 arrival.admitted.set_exception(error)
 
-    def _deliver(self, news: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
-        for reply, item in news:
-            if isinstance(item, Exception) or item.finish_reason is not None:
-                self._finish(reply, item)
+    def _deliver(self, deliveries: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
+        for reply, delta in deliveries:
+            if isinstance(delta, Exception) or delta.finish_reason is not None:
+                self._finish(reply, delta)
             else:
-                reply.put(item)
+                reply.put(delta)
 
     # Methods that run in the text thread.
 
-    def _deliver_from_thread(self, news: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
-        self._call_in_loop(self._deliver, news)
+    def _deliver_from_thread(self, deliveries: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
+        self._call_in_loop(self._deliver, deliveries)
 
-    def _stop(self, reply: ReplyStream) -> None:
+    def _stop_from_thread(self, reply: ReplyStream) -> None:
         self._post_from_thread(_StopFound(reply))
 
-    def _post_from_thread(self, item: _Item) -> None:
+    def _abort_from_thread(self, reply: ReplyStream) -> None:
+        self._post_from_thread(_Abort(reply))
+
+    def _post_from_thread(self, message: _Message) -> None:
         with self._wake:
             if not self._closed:  # after that the reply is aborted anyway, which finds a stop text too
-                self._inbox.append(item)
+                self._inbox.append(message)
                 self._wake.notify()
 
     # Methods that run in the engine's thread.
@@ -404,20 +421,20 @@ class AsyncEngine:
                 self._wake.wait()
             if self._lost is not None:
                 raise self._lost
-            self._items.extend(self._inbox)
+            self._messages.extend(self._inbox)
             self._inbox.clear()
-            if self._closed and not self._items and not self._progress:
+            if self._closed and not self._messages and not self._progress:
                 return False
 
         # Add, abort and end requests.
-        while self._items:
-            item = self._items.popleft()
-            if isinstance(item, _Arrival):
-                self._admit(item)
-            elif isinstance(item, ReplyStream):
-                self._end(item, self.engine.abort)
+        while self._messages:
+            message = self._messages.popleft()
+            if isinstance(message, _Arrival):
+                self._admit(message)
+            elif isinstance(message, _Abort):
+                self._end_in_engine(message.reply, self.engine.abort)
             else:
-                self._end(item.reply, self.engine.stop)
+                self._end_in_engine(message.reply, self.engine.stop)
 
         # Step.
         if self.engine.has_work:
@@ -431,15 +448,15 @@ class AsyncEngine:
         several ranks it fails, because the other ranks have taken the step.
         """
         cause = None
-        news: Sequence[Request] = ()
+        updated: Sequence[Request] = ()
         try:
-            news = self.engine.step()
+            updated = self.engine.step()
         except torch.OutOfMemoryError as error:
             if self.engine.target.ranks is not None:
                 raise
             cause = out_of_memory_cause(error, "computing a step")
         if cause is None:
-            self._publish(news)
+            self._send_progress(updated)
         else:
             # Outside the handler, so that the frames of the error hold no tensors any more.
             self._drop_requests(OutOfMemory(f"{cause} {NEED_LESS}"))
@@ -461,52 +478,53 @@ class AsyncEngine:
         try:
             self.engine.add_request(request)
         except UserError as error:
-            self._call_in_loop(self._settle, arrival, error)
+            self._call_in_loop(self._resolve_admission, arrival, error)
             return
         except Exception as error:  # adding a request computes nothing, so it fails alone
             logging.getLogger(__name__).error("The engine could not take a request.", exc_info=error)
             failed = EngineFailed(f"The engine could not take the request ({type(error).__name__}).")
-            self._call_in_loop(self._settle, arrival, failed)
+            self._call_in_loop(self._resolve_admission, arrival, failed)
             return
         self._progress[request.number] = Progress(arrival.reply, time.perf_counter())
-        self._call_in_loop(self._settle, arrival, None)
+        self._call_in_loop(self._resolve_admission, arrival, None)
 
-    def _end(self, reply: ReplyStream, end: "Callable[[Request], None]") -> None:
+    def _end_in_engine(self, reply: ReplyStream, end: "Callable[[Request], None]") -> None:
         """End a request by a method of the engine, and send its progress."""
         progress = self._progress.get(reply.request.number)
         if progress is None or progress.reply is not reply:
             return  # it has finished, or was never admitted
         if reply.request.finish_reason is None:
             end(reply.request)
-        self._publish([reply.request])
+        self._send_progress([reply.request])
 
-    def _publish(self, requests: "Sequence[Request]") -> None:
+    def _send_progress(self, requests: "Sequence[Request]") -> None:
         """Send the progress of these requests to the text thread, in one message."""
-        news = []
+        updates = []
         now = time.perf_counter()
         for request in requests:
             progress = self._progress.get(request.number)
             if progress is None:
                 continue
             reason = request.finish_reason
-            news.append(News(progress, len(request.token_ids), request.reply.num_shown, reason, now))
+            num_text_tokens = request.reply.num_text_tokens
+            updates.append(ReplyUpdate(progress, len(request.token_ids), num_text_tokens, reason, now))
             if reason is not None:
                 del self._progress[request.number]
-        if news:
-            self._text.put(news)
+        if updates:
+            self._text.put(updates)
 
     def _fail_everything(self, error: BaseException) -> None:
         """Send an error to the readers of all requests, admitted or on their way."""
         with self._wake:
             self._closed = True
-            items = [*self._items, *self._inbox]
-            self._items.clear()
+            messages = [*self._messages, *self._inbox]
+            self._messages.clear()
             self._inbox.clear()
         failed = EngineFailed(f"The engine has failed ({type(error).__name__}).")
         replies = [progress.reply for progress in self._progress.values()]
         self._progress.clear()
         self._text.then(partial(self._deliver_from_thread, [(reply, failed) for reply in replies]))
-        self._call_in_loop(self._fail_on_loop, items)
+        self._call_in_loop(self._fail_on_loop, messages)
 
     def _call_in_loop(self, function: Callable[..., None], *args: object) -> None:
         """Call a function in the event loop, from any thread."""

@@ -74,7 +74,7 @@ class ReplyStream:
         self.siblings: Sequence[ReplyStream] = (self,)
         self.finish_reason: str | None = None
         self._abort = abort
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._unread: Delta | None = None
         self._error: Exception | None = None
 
@@ -87,16 +87,17 @@ class ReplyStream:
                 raise self._error
             if self.finish_reason is not None:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        delta, self._unread = self._unread, None
+            self._changed.clear()
+            await self._changed.wait()
+        delta = self._unread
+        self._unread = None
         return delta
 
     async def begun(self) -> None:
         """Wait for the first token or the end. Raises the error of a reply that ended without a token."""
         while self._unread is None and self._error is None and self.finish_reason is None:
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         if self._unread is None and self._error is not None:
             raise self._error
 
@@ -112,16 +113,16 @@ class ReplyStream:
         if self.finish_reason is None and self._error is None:
             self._abort(self)
 
-    def put(self, news: "Delta | Exception") -> None:
+    def put(self, delta: "Delta | Exception") -> None:
         """Add new tokens, or the error that ends the reply. Only the event loop calls it."""
         if self._error is not None:
             return
-        if isinstance(news, Exception):
-            self._error = news
+        if isinstance(delta, Exception):
+            self._error = delta
         else:
-            self.finish_reason = news.finish_reason
+            self.finish_reason = delta.finish_reason
             if self._unread is None:
-                self._unread = news
+                self._unread = delta
             else:
-                self._unread.add(news)
-        self._news.set()
+                self._unread.add(delta)
+        self._changed.set()

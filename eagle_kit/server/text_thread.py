@@ -21,7 +21,7 @@ class Progress:
         reply: the reply.
         num_tokens: delivered tokens.
         num_chars: delivered characters.
-        last_news_at: when the last tokens were known, ``time.perf_counter()`` seconds.
+        last_tokens_at: when the last tokens were known, ``time.perf_counter()`` seconds.
         has_failed: True if the text could not be made.
         is_stopped: True if a stop text was found and reported.
     """
@@ -30,25 +30,25 @@ class Progress:
         self.reply = reply
         self.num_tokens = 0
         self.num_chars = 0
-        self.last_news_at = now
+        self.last_tokens_at = now
         self.has_failed = False
         self.is_stopped = False
 
 
-class News(NamedTuple):
+class ReplyUpdate(NamedTuple):
     """State of a reply after a step.
 
     Attributes:
         progress: what its reader has received.
         num_tokens: tokens of the reply.
-        num_shown: those of them that are text.
+        num_text_tokens: those of them that are text.
         finish_reason: why the reply has ended; None if it goes on.
         now: when this was known, ``time.perf_counter()`` seconds.
     """
 
     progress: Progress
     num_tokens: int
-    num_shown: int
+    num_text_tokens: int
     finish_reason: str | None
     now: float
 
@@ -74,16 +74,16 @@ class TextThread:
         self._stop = stop
         self._abort = abort
         self._observer = observer
-        self._queue = SimpleQueue[Sequence[News] | Callable[[], None] | None]()
+        self._queue = SimpleQueue[Sequence[ReplyUpdate] | Callable[[], None] | None]()
         self._thread = threading.Thread(target=self._run, name="eagle-kit text", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, news: Sequence[News]) -> None:
+    def put(self, updates: Sequence[ReplyUpdate]) -> None:
         """Put the state of the replies after a step."""
-        self._queue.put(news)
+        self._queue.put(updates)
 
     def then(self, call: Callable[[], None]) -> None:
         """Call ``call`` after all that was put so far."""
@@ -99,43 +99,43 @@ class TextThread:
                 item()
                 continue
             deliveries = []
-            for news in item:
-                delta = self._text_of(news)
+            for update in item:
+                delta = self._text_of(update)
                 if delta is not None:
-                    deliveries.append((news.progress.reply, delta))
+                    deliveries.append((update.progress.reply, delta))
             if deliveries:
                 self._deliver(deliveries)
 
-    def _text_of(self, news: News) -> Delta | Exception | None:
+    def _text_of(self, update: ReplyUpdate) -> Delta | Exception | None:
         """Return what a reader gets next: new text and tokens, or an error; None if there is nothing new."""
-        progress = news.progress
+        progress = update.progress
         if progress.has_failed:
             return None
         request = progress.reply.request
-        delta = self._delta(news)
+        delta = self._delta(update)
 
         # A reply whose text cannot be made ends with an error.
         failure = None if request.stream is None else request.stream.failure
         if failure is not None:
             progress.has_failed = True
-            if news.finish_reason is None:
+            if update.finish_reason is None:
                 self._abort(progress.reply)
-        if (failure is not None or news.finish_reason is not None) and self._observer is not None:
+        if (failure is not None or update.finish_reason is not None) and self._observer is not None:
             self._observer.finished(request)
         if failure is not None:
             return EngineFailed(f"The text of the reply could not be made ({type(failure).__name__}).")
-        return NotFinite(NOT_FINITE) if news.finish_reason == "error" else delta
+        return NotFinite(NOT_FINITE) if update.finish_reason == "error" else delta
 
-    def _delta(self, news: News) -> Delta | None:
+    def _delta(self, update: ReplyUpdate) -> Delta | None:
         """Read the new tokens of a reply, and return what its reader has not got yet."""
-        progress = news.progress
+        progress = update.progress
         request = progress.reply.request
 
         # The text so far. Behind a stop text nothing is delivered until the engine has ended the reply.
         text = ""
         if (stream := request.stream) is not None:
-            stream.read(request.token_ids, news.num_shown)
-            if news.finish_reason is not None:
+            stream.decode(request.token_ids, update.num_text_tokens)
+            if update.finish_reason is not None:
                 stream.finish()
             elif stream.stopped:
                 if not progress.is_stopped:
@@ -145,23 +145,23 @@ class TextThread:
             text = stream.text
 
         # What is new.
-        new = slice(progress.num_tokens, news.num_tokens)
+        new = slice(progress.num_tokens, update.num_tokens)
         delta = Delta(
             text[progress.num_chars :],
             request.token_ids[new],
-            request.reply.logprobs.part(progress.num_tokens, news.num_tokens),
-            news.finish_reason,
+            request.reply.logprobs.part(progress.num_tokens, update.num_tokens),
+            update.finish_reason,
         )
 
         # Note what was delivered, and when.
         if delta.token_ids:
             if self._observer is not None:
                 first = progress.num_tokens == 0
-                since = request.arrived_at if first else progress.last_news_at
-                self._observer.emitted(request, len(delta.token_ids), news.now - since, first)
-            progress.last_news_at = news.now
+                since = request.arrived_at if first else progress.last_tokens_at
+                self._observer.emitted(request, len(delta.token_ids), update.now - since, first)
+            progress.last_tokens_at = update.now
         progress.num_chars = len(text)
-        progress.num_tokens = news.num_tokens
+        progress.num_tokens = update.num_tokens
 
-        has_news = delta.token_ids or delta.text or delta.finish_reason
-        return delta if has_news else None
+        is_new = delta.token_ids or delta.text or delta.finish_reason
+        return delta if is_new else None

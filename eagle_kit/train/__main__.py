@@ -23,7 +23,7 @@ from eagle_kit.core.gpus import PLANNED_GPU
 from eagle_kit.train.parallel.launch import check_launcher, check_local_rank, is_main
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
-"""Words of gloo's errors when a peer is gone."""
+"""Parts of gloo's error messages after another process has ended."""
 
 
 class TrainFlags(ConfigFlags):
@@ -65,12 +65,18 @@ class TrainFlags(ConfigFlags):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train a draft head; the exit code is 0 when done, 2 for a user's mistake, 130 when it was saved on the
-    way: by a signal, or because ``--stop-after`` is over."""
+    """Run the command ``train``.
+
+    Returns:
+        Exit code: 0 if the run is done, 130 if a signal or ``--stop-after`` stopped it after a save, 2 for a
+        user's mistake, 1 if another process of the run ended.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         args = build_parser().parse_intermixed_args(argv)
         options = options_of(args, TrainFlags)
+
+        # --init writes a config, and --plan prints; neither trains.
         if options.init is not None:
             from eagle_kit.train.first_config import write_first_config
 
@@ -80,12 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.plan:
             from eagle_kit.train.plan.report import print_plans
 
-            more = [word for word in options.overrides if "=" not in word]
-            settings = [word for word in options.overrides if "=" in word]
-            files = [file for word in (options.config, *more) for file in config_files(word)]
+            files = [*config_files(options.config)]
+            settings = []
+            for word in options.overrides:
+                if "=" in word:
+                    settings.append(word)
+                else:
+                    files += config_files(word)
             print_plans(files, settings, options.gpu)
             return 0
-        stop_after_s = None if options.stop_after is None else parse_duration(options.stop_after)
+
+        # The run.
+        stop_after_s = None
+        if options.stop_after is not None:
+            stop_after_s = parse_duration(options.stop_after)
         config = load_config(TrainConfig, options.config, options.overrides)
         check_local_rank(args.local_rank, os.environ)
         check_launcher(os.environ, config.training)
@@ -93,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes of a machine read the same
             print_error(error, _process(os.environ))
         return 2
+
+    # Train.
     from eagle_kit.train.run.loop import RunOptions, train
 
     run = RunOptions(
@@ -104,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         ending = train(config, run)
-        # Of several processes only the main one says 130: a launcher ends the others when one does not say 0.
+        # Only the main process returns 130: a launcher ends the other processes if one does not return 0.
         return ending.exit_code if is_main(os.environ) else 0
     except UserError as error:
         print_error(error, _process(os.environ))
@@ -120,26 +136,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """``"9m"``, ``"90s"``, ``"1h30m"`` or plain seconds -> seconds. Raises UserError."""
+    """Parse a duration such as ``"9m"``, ``"90s"``, ``"1h30m"``, or plain seconds.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        UserError: the text is no duration above 0.
+    """
     number = r"(?:(\d+(?:\.\d+)?)"
-    parts = re.fullmatch(f"{number}h)?{number}m)?{number}s?)?", text)
-    given = parts.groups() if parts else ()
-    seconds = sum(float(count or 0) * unit for count, unit in zip(given, (3600, 60, 1), strict=False))
+    match = re.fullmatch(f"{number}h)?{number}m)?{number}s?)?", text)
+    seconds = 0.0
+    if match:
+        hours, minutes, rest = (float(part or 0) for part in match.groups())
+        seconds = hours * 3600 + minutes * 60 + rest
     if seconds <= 0:
         raise UserError(f"The duration {text!r} cannot be read.", "Write for example 9m, 90s or 1h30m.")
     return seconds
 
 
 def _lost_another_process(error: Exception, environ: Mapping[str, str]) -> bool:
-    """True when a collective failed because a peer is gone, which reports its own error."""
+    """True if a collective failed because another process ended, which reports its own error."""
     import torch
 
     if environ.get("WORLD_SIZE", "1") == "1":
         return False
-
-    return isinstance(error, torch.distributed.DistError | RankLost) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in GONE)
-    )
+    if isinstance(error, torch.distributed.DistError | RankLost):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in GONE)
 
 
 def _process(environ: Mapping[str, str]) -> str:

@@ -20,11 +20,11 @@ SMALL_WIDTH = 1024
 REPLIES = "replies.jsonl"
 TEXTS = "texts.jsonl"
 WIDTH = 100
-"""Of comments."""
+"""Columns of comments."""
 
 
 def write_first_config(path: Path, target: str) -> None:
-    """Write a config for a first head of ``target``; of the target, config and tokenizer are read.
+    """Write a config for a first head of ``target``, whose config and tokenizer are read.
 
     Raises:
         UserError: the file exists, the target cannot be read, or the file cannot be written.
@@ -45,38 +45,45 @@ def first_config(target: str, path: Path, architecture: TargetConfig, has_templa
     """Text of a config: an EAGLE-3 head that learns from the target's own replies, or from texts.
 
     Args:
-        path: of the config, whose name without an ending is also that of the run.
-        architecture: of the target, by which sizes are chosen.
-        has_template: the target has a chat template; a target without one cannot reply to chats.
+        path: path of the config; the run is named after it.
+        architecture: architecture of the target, by which sizes are chosen.
+        has_template: True if the target has a chat template; a target without one cannot reply to chats.
     """
     name = path.stem
 
     # Sizes that fit the target.
-    is_small = architecture.hidden_size <= SMALL_WIDTH
-    length = 1024 if is_small else 4096
+    max_length = 4096
+    draft_vocab_size = 32000
+    learning_rate = 1e-4
+    sequences_per_step = 16
+    if architecture.hidden_size <= SMALL_WIDTH:
+        max_length = 1024
+        draft_vocab_size = 8192
+        learning_rate = 8e-4
+        sequences_per_step = 4
     settings: dict[str, Any] = {
         "target": target,
         "output_dir": f"runs/{name}",
         "data": {
             "source": REPLIES if has_template else TEXTS,
-            "max_length": min(length, architecture.max_position_embeddings),
+            "max_length": min(max_length, architecture.max_position_embeddings),
             "eval_conversations": 48,
         },
         "head": {
             "kind": "eagle3" if architecture.mla is None else "eagle3-mla",
-            "draft_vocab_size": min(8192 if is_small else 32000, architecture.vocab_size),
+            "draft_vocab_size": min(draft_vocab_size, architecture.vocab_size),
         },
         "training": {
             "ttt_length": 7,
-            "learning_rate": 8e-4 if is_small else 1e-4,
+            "learning_rate": learning_rate,
             "epochs": 2,
-            "sequences_per_step": 4 if is_small else 16,
+            "sequences_per_step": sequences_per_step,
             "save_every": 200,
         },
         "judge": {"every": 200, "prompts": 16, "max_tokens": 64, "shapes": ["4,1,5"]},
     }
 
-    # What to do with it, above the keys.
+    # The next steps, above the keys.
     data = [
         "# 1. Let the target answer prompts, which teaches more than replies of others:",
         f"#    eagle-kit data regenerate --target {target} --source PROMPTS --out {REPLIES}",
@@ -98,7 +105,7 @@ def first_config(target: str, path: Path, architecture: TargetConfig, has_templa
 
 
 def _lines(section: BaseModel, settings: dict[str, Any], indent: str) -> list[str]:
-    """Lines of the ``settings`` of a section, each key below the first sentence of its text."""
+    """Lines of a section: each key below a comment, the first sentence of its description."""
     lines = []
     for key, value in settings.items():
         field = type(section).model_fields[key]

@@ -28,7 +28,11 @@ from eagle_kit.verify.proposal import Deterministic, DraftOutput, SampledChain, 
 
 @dataclass(frozen=True)
 class TargetOnly:
-    """Accept a deterministic draft token if the target samples the same token; lossless."""
+    """Accept a deterministic draft token if the target samples the same token; lossless.
+
+    Every token is accepted with the same probability as by the rule of EAGLE's code for top-k drafts, which
+    tries the siblings in turn with q = 1 and renormalises p after each rejection.
+    """
 
 
 @dataclass(frozen=True)

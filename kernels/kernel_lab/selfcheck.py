@@ -18,7 +18,7 @@ from eagle_kit.ops.accept import Accepted, accept_greedy, accept_rejection_chain
 from eagle_kit.ops.attention.mla import mla_window_attention
 from eagle_kit.ops.attention.packed import packed_attention
 from eagle_kit.ops.attention.prefill import PrefillPlan, paged_prefill_attention, prefill_attention
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, window_attention
 from eagle_kit.ops.backend import Backend, use
@@ -278,7 +278,7 @@ def _swiglu() -> float:
 
 
 def _commit() -> float:
-    """Nodes 0 and 2 of a window at rows 8.. go to positions 3 and 4, on pages 1 and 0 of two slots each."""
+    """Nodes 0 and 2 of a window at rows 8.. go to positions 3 and 4, on pages 1 and 0 of two rows each."""
     k, v = _randn(2, 1, 12, 3), _randn(2, 1, 12, 3, seed=1)
     expected = torch.cat((k, v))
     expected[:, :, [3, 0]] = expected[:, :, [8, 10]]
@@ -301,7 +301,7 @@ def _outcome() -> float:
     logits, two = _randn(2, 4, 9), torch.tensor([2, 0])
     logits[1, 0, 3] = torch.nan
     tokens, path = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[0, 1, 3], [0, 0, 0]])
-    found = outcome(logits, Accepted(path, tokens, two), torch.tensor([True, False]), two + 9)
+    found = outcome(logits.amax(-1), Accepted(path, tokens, two), torch.tensor([True, False]), two + 9)
     exact = torch.tensor([[3, 0], [1, 0], [7, 8], [14, 9]])
     return _error(torch.stack([part.long() for part in found]), exact)
 
@@ -366,7 +366,7 @@ def _paged_prefill() -> float:
 
 
 def _mla() -> float:
-    """A chain of three behind five slots of one page; the value is the front of the key."""
+    """A chain of three behind five rows of one page; the value is the front of the key."""
     rows, q = _randn(12, 80), _randn(1, 3, 4, 80, seed=1)
     page, three = torch.tensor([[0]]), torch.tensor([[1, 3, 7]])
     plan = WindowPlan(page, 8, torch.tensor([5]), 0, 8, 3, 3, three, 8, 11, torch.float32)
@@ -454,7 +454,7 @@ def _linear_swiglu() -> float:
 
 
 def _window(variant: AttentionVariant = PLAIN) -> float:
-    """Five nodes, two of them siblings, behind a prefix of seven slots on three shuffled pages of four."""
+    """Five nodes, two of them siblings, behind a prefix of seven rows on three shuffled pages of four."""
     pages, parents = torch.tensor([[2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 3]])
     k, v, q = _randn(2, 20, 16), _randn(2, 20, 16, seed=1), _randn(1, 5, 6, 16, seed=2)
     bits = ancestor_bits(parents, 3)
@@ -541,7 +541,7 @@ def _ttt(backend: Backend | Literal["cpu"]) -> float:
     rows = torch.arange(3, 9)
     q, k, v = _randn(6, 6, 16), _randn(9, 2, 16, seed=1), _randn(9, 2, 16, seed=2)
     own_k, own_v = _randn(6, 2, 2, 16, seed=3), _randn(6, 2, 2, 16, seed=4)
-    blocks = plan_rows(rows, torch.zeros(9, dtype=torch.int64))
+    blocks = plan_queries(rows, torch.zeros(9, dtype=torch.int64))
     got = ttt_attention(q, k, v, own_k, own_v, blocks, 16**-0.5, backend=backend)
     each = [
         _dense(

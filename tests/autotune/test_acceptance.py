@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from eagle_kit.autotune.acceptance import Recording
+from eagle_kit.autotune.acceptance import DraftRecording
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.ops.tree_build import Candidates
 
 NUM_DRAFTED = 4
 
 
-def recording_of(rank: int) -> Recording:
+def recording_of(rank: int) -> DraftRecording:
     """Four positions of one reply, whose next token is everywhere the drafted one of this rank."""
     tokens = torch.arange(10, 10 + NUM_DRAFTED).expand(4, NUM_DRAFTED)
     scores = torch.tensor([-0.5, -1.5, -2.5, -3.5]).expand(4, NUM_DRAFTED)
     candidates = Candidates(tokens, scores, torch.full_like(tokens, -1))
     truth = tokens[:, rank : rank + 1]
-    return Recording(1, NUM_DRAFTED, candidates, torch.full((4,), 0.6), truth, [4])
+    return DraftRecording(1, NUM_DRAFTED, candidates, torch.full((4,), 0.6), truth, [4])
 
 
 @pytest.mark.parametrize("rank", range(NUM_DRAFTED))

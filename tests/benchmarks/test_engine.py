@@ -24,7 +24,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.draft_model import HeadDraftModel
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
-from eagle_kit.models.config_parts import MoEConfig
+from eagle_kit.models.layer_configs import MoEConfig
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.ops.timing import Timer
 

@@ -119,7 +119,7 @@ def test_vocab_writes_the_map_that_training_would_make(
 def test_vocab_writes_a_token_map_for_heads_that_propose_every_token(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """The most frequent tokens of the replies, counted here in the packed rows."""
+    """The most frequent tokens of the replies, counted here in the packed sequences."""
     words = [f"head={{kind: {kind}}}"]
     out = tmp_path / "freq.npz"
     assert main(["data", "vocab", str(config), "--out", str(out), "--size", "24", *words]) == 0

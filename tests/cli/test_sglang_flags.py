@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from eagle_kit.cli import serve, sglang_flags
-from eagle_kit.cli.sglang_flags import CHOICES
+from eagle_kit.cli.sglang_flags import SGLANG_FLAGS
 from eagle_kit.core.errors import UserError
 
 
@@ -85,11 +85,11 @@ def test_flags_mean_our_options(flags, wanted):
             "--prefill-attention-backend triton was given beside --prefill-backend flash-attn",
         ),
         *(
-            ((choice.flag, "deepep"), f"{choice.flag} deepep does not exist here")
-            for choice in CHOICES
-            if not choice.is_switch
+            ((each.flag, "deepep"), f"{each.flag} deepep does not exist here")
+            for each in SGLANG_FLAGS
+            if not each.is_switch
         ),
-        *(((choice.flag,), f"{choice.flag} does not exist here") for choice in CHOICES if choice.is_switch),
+        *(((each.flag,), f"{each.flag} does not exist here") for each in SGLANG_FLAGS if each.is_switch),
         (("--nnodes", "2", "--node-rank", "1"), "--nnodes 2 does not exist here. Ranks of several machines"),
         (("--speculative-attention-mode", "prefill"), "mode prefill does not exist here"),
     ],

@@ -82,7 +82,7 @@ def test_devices_decide_what_was_left_open():
     assert large.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 40, 44)
     assert EngineConfig(prefill_tokens=8).resolve(on_gpu=False).mixed_prefill_tokens == 8
     sized = cpu.replace(kv_tokens=100, page_size=8)
-    assert (sized.num_pages, sized.room(4), sized.max_pages) == (13, 7, -(-(700 + 66) // 8))
+    assert (sized.num_pages, sized.num_lookahead_tokens(4), sized.max_pages) == (13, 7, -(-(700 + 66) // 8))
 
 
 def test_sizes_have_units():

@@ -1,4 +1,5 @@
-"""Training recipes of ``configs/`` at their real sizes, over targets without bytes and full packed rows."""
+"""Training recipes of ``configs/`` at their real sizes, over targets without bytes and full packed
+sequences."""
 
 import json
 import shutil
@@ -25,7 +26,7 @@ SHORT = 8
 
 
 def write_conversations(path: Path, max_length: int, prompt: int, count: int) -> None:
-    """Write conversations that fill a packed row each; a character is a token.
+    """Write conversations that fill a packed sequence each; a character is a token.
 
     Args:
         prompt: characters of the prompts, which all differ.
@@ -44,7 +45,8 @@ def write_conversations(path: Path, max_length: int, prompt: int, count: int) ->
 def recipe(
     name: str, folder: Path, *overrides: str, prompt: int = SHORT, count: int = 4, held_out: int = 0
 ) -> TrainConfig:
-    """A config of ``configs/``, of the published sizes, two packed rows a step, with files below ``folder``.
+    """A config of ``configs/``, of the published sizes, two packed sequences a step, with files below
+    ``folder``.
 
     Args:
         overrides: settings as on the command line.

@@ -16,8 +16,8 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.gpus import RUNTIME_BYTES
 from eagle_kit.datagen.hidden_states import capture as captures
 from eagle_kit.datagen.hidden_states.capture import CaptureOptions, capture
-from eagle_kit.train.plan.costs import Costs, Layout
-from eagle_kit.train.plan.estimate import Estimate
+from eagle_kit.train.plan.costs import ProcessLayout, RunCosts
+from eagle_kit.train.plan.estimate import RunEstimate
 from eagle_kit.train.run import loop
 from eagle_kit.train.run.loop import Ending, RunOptions, train
 from eagle_kit.train.run.new_head import head_architecture
@@ -32,12 +32,12 @@ STEPS = 2
 
 
 @contextmanager
-def estimated(found: Measured) -> Iterator[list[Estimate]]:
+def estimated(found: Measured) -> Iterator[list[RunEstimate]]:
     """Within, a run's own estimate is kept, and the peaks begin behind it, when everything is loaded."""
-    kept: list[Estimate] = []
+    kept: list[RunEstimate] = []
     estimate_run = loop.estimate_run
 
-    def keep(*args: Any) -> Estimate:
+    def keep(*args: Any) -> RunEstimate:
         kept.append(estimate_run(*args))
         found.restart()
         return kept[-1]
@@ -79,9 +79,9 @@ def test_capture_and_training_from_a_store_take_what_is_planned(tmp_path, record
         def load(*args: Any, **options: bool) -> TrainingComponents:
             components = load_components(*args, **options)
             architecture = components.target.config
-            costs = Costs(config, architecture, head_architecture(config, architecture, None), is_gpu=True)
+            costs = RunCosts(config, architecture, head_architecture(config, architecture, None), is_gpu=True)
             forward = costs.target_forward(components.data.row_length(0))
-            captured.planned = costs.target_bytes(Layout()) + forward
+            captured.planned = costs.target_bytes(ProcessLayout()) + forward
             captured.restart()
             return components
 

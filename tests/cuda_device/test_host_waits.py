@@ -158,7 +158,7 @@ def test_a_request_with_penalties_joins_without_a_wait():
     with no_waits():
         sampling = runner._sampling.of_requests(requests("penalised"))
         token = torch.ones(1, dtype=torch.int64, device=CUDA)
-        runner.slots.adjust(requests("penalised")[1], target.config.vocab_size, token)
+        runner.slots.write_adjustments(requests("penalised")[1], target.config.vocab_size, token)
     assert sampling.bias.is_cuda and sampling.prompt_mask.is_cuda
 
 

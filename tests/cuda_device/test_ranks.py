@@ -70,7 +70,7 @@ def test_a_cycle_of_a_rank_with_latents_of_its_own(ranks, shape, sampling):
     here."""
     target = untrained(LATENTS["v3"])
     parts = [1 - ranks.rank, ranks.rank, 1 - ranks.rank]
-    capture_cycle(part_of(target, ranks, attends_whole=True), shape, sampling, parts)
+    capture_cycle(part_of(target, ranks, data_parallel_attention=True), shape, sampling, parts)
 
 
 def capture_cycle(target, shape, sampling, parts=None) -> None:

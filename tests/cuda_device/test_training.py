@@ -27,7 +27,7 @@ gradient."""
 
 
 class Step:
-    """A step over one packed row in bf16 autocast, in parts.
+    """A step over one packed sequence in bf16 autocast, in parts.
 
     Args:
         loss, checkpointing, normalisation: of the settings of a run.
@@ -134,7 +134,7 @@ def test_states_of_every_kind_of_target_are_captured_without_a_wait(name):
         out = target(ids, positions_of(doc_start), attend, (1, 2, 4))
         best = vocab_argmax(out.hidden, target.head_weight)
     assert found.counts["synchronisations"] == 0, [str(call) for call in found.calls]
-    assert out.aux.shape == (len(ids), 3 * target.config.hidden_size) and best.is_cuda
+    assert out.aux_hidden_states.shape == (len(ids), 3 * target.config.hidden_size) and best.is_cuda
 
 
 @pytest.mark.parametrize("is_in_use", [False, True], ids=["free", "partly in use"])

@@ -122,7 +122,7 @@ MOE = {
     "normalises": not DEEPSEEK.moe.normalises,
     "scale": 3.5,
     "num_groups": 1,
-    "num_kept_groups": 1,
+    "num_topk_groups": 1,
 }
 """Another value of each field of a mixture."""
 MLA = {
@@ -139,7 +139,7 @@ MLA |= {"interleaved": False}
 def test_a_field_of_a_modules_experts_and_latents_is_written_and_read(part, name):
     value = {"moe": MOE, "mla": MLA}[part][name]
     owner = getattr(DEEPSEEK, part)
-    changes = {"num_groups": 1, "num_kept_groups": 1} if name == "num_groups" else {name: value}
+    changes = {"num_groups": 1, "num_topk_groups": 1} if name == "num_groups" else {name: value}
     layer = replace(DEEPSEEK, **{part: replace(owner, **changes)})
     read = read_again(KINDS[MTPConfig], MTPConfig(layer)).layer
     assert getattr(getattr(read, part), name) == value

@@ -186,7 +186,7 @@ def test_a_saved_head_computes_the_published_forward(target, tmp_path, flags):
         out += [ours(out[-1][-1:], embeds[8:9], torch.tensor([8]), attend)]
         out += [ours(out[-1][-1:], embeds[9:10], torch.tensor([9]), attend)]
         rows = torch.cat(out)
-        logits = torch.full((10, 131), float("-inf")).index_copy(1, ours.target_ids, ours.logits(rows))
+        logits = torch.full((10, 131), float("-inf")).index_copy(1, ours.token_map, ours.logits(rows))
     hidden = None
     for i in range(10):
         hidden = published.fuse(aux[i].double()) if i < 8 else hidden
@@ -204,7 +204,7 @@ def test_other_spellings_of_the_layer_are_read(head, folder, prefix):
 
 
 def test_a_missing_t2d_is_rebuilt_from_an_unsorted_d2t(head, folder):
-    assert (head.target_ids.diff() < 0).any()
+    assert (head.token_map.diff() < 0).any()
     change_weights(folder, lambda tensors: tensors.pop("t2d"))
     loaded = load_draft(folder)
     assert torch.equal(loaded.t2d, head.t2d)

@@ -321,7 +321,7 @@ def test_a_factor_of_the_targets_logits_is_the_heads_too(tmp_path):
     config = EAGLE1.new_config(Eagle1HeadConfig(intermediate_size=97), scaled)
     head = randomise(Eagle1Head(config), 3, 0.2).bind(target.lm_head)
     states = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
-    read = head.norm_for_head(states)  # as a step returns them
+    read = head.norm_for_lm_head(states)  # as a step returns them
     for drafted, given in (
         (head, states),
         (HeadDraftModel(head, target), read),
@@ -329,8 +329,8 @@ def test_a_factor_of_the_targets_logits_is_the_heads_too(tmp_path):
     ):
         torch.testing.assert_close(drafted.logits(given), target.logits(states))
         if drafted is not head:  # for kernels that multiply and rank at once
-            last = drafted.readout(given)
-            torch.testing.assert_close(last.states @ last.weight.T, target.logits(states))
+            last = drafted.lm_head_operands(given)
+            torch.testing.assert_close(last.x @ last.weight.T, target.logits(states))
     save_draft(head, tmp_path / "draft", metadata={})
     assert json.loads((tmp_path / "draft/config.json").read_text())["logit_scale"] == 0.25
     assert load_draft(tmp_path / "draft").config.logit_scale == 0.25

@@ -10,7 +10,7 @@ from eagle_kit.core.errors import TargetError, UserError
 from eagle_kit.drafts.files.named_target import NamedTarget, naming, target_of
 from eagle_kit.drafts.files.validate import validate_draft
 from eagle_kit.models.loading.loader import target_fingerprint
-from eagle_kit.models.loading.places import find_place, note_of, remember_place
+from eagle_kit.models.loading.target_folders import find_folder, note_path, remember_folder
 from tests.drafts.test_validate import by_subject, make_draft, make_target
 
 
@@ -37,27 +37,27 @@ def test_a_target_is_found_from_any_folder_by_its_weights(
     make_target(tmp_path / "work" / "small", rms_norm_eps=0.5)
     monkeypatch.chdir(tmp_path / "work")
 
-    remember_place(target_fingerprint(target), target)
+    remember_folder(target_fingerprint(target), target)
     found = target_of([draft], None, "usual")
-    assert Path(found.name) == target and str(note_of(target_fingerprint(target))) in found.origin
+    assert Path(found.name) == target and str(note_path(target_fingerprint(target))) in found.origin
     assert target_of([draft], "mine", "usual") == ("mine", "given with --target")
 
 
 def test_a_place_with_other_weights_by_now_is_none(tmp_path: Path) -> None:
     target = make_target(tmp_path / "small")
     weights = target_fingerprint(target)
-    remember_place(weights, target)
-    assert find_place(weights) == target
-    assert find_place(f"../places/{weights}") is None
+    remember_folder(weights, target)
+    assert find_folder(weights) == target
+    assert find_folder(f"../places/{weights}") is None
     (target / "config.json").write_text("{}")
-    assert find_place(weights) is None
+    assert find_folder(weights) is None
 
 
 @pytest.mark.parametrize("note", ["", "[]", '{"folder": 3}', '{"folder": "/nowhere"}'])
 def test_a_damaged_note_is_none(cache: Path, note: str) -> None:
     (cache / "places").mkdir(parents=True)
     (cache / "places" / "ab12.json").write_text(note)
-    assert find_place("ab12") is None
+    assert find_folder("ab12") is None
 
 
 def test_a_target_that_is_not_known_here_is_asked_for(
@@ -107,7 +107,7 @@ def test_a_draft_that_does_not_fit_and_a_target_that_is_not_there_name_the_targe
 ) -> None:
     target = make_target(tmp_path / "small")
     draft = trained_for(tmp_path / "draft", target)
-    remember_place(target_fingerprint(target), target)
+    remember_folder(target_fingerprint(target), target)
     nowhere = str(tmp_path / "nowhere")
     for command in (["generate", "--prompt", "Hi", "--draft"], ["tune"], ["diagnose"], ["validate"]):
         assert main([*command, str(draft), "--target", nowhere]) == 2

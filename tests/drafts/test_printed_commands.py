@@ -14,7 +14,7 @@ from eagle_kit.cli import app
 from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.drafts.files.draft_files import WEIGHTS_KEY
 from eagle_kit.models.loading.loader import load_target, target_fingerprint
-from eagle_kit.models.loading.places import remember_place
+from eagle_kit.models.loading.target_folders import remember_folder
 
 SHORT = ("--max-tokens", "4", "--max-context", "64")
 
@@ -25,7 +25,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
     target = make_target(tmp_path / "models" / "small target")
     weights = target_fingerprint(target)
-    remember_place(weights, target)
+    remember_folder(weights, target)
     metadata = {"target": target.name, WEIGHTS_KEY: weights}
     head = tiny_head(load_target(target))
     head.config = replace(head.config, target=target.name)

@@ -246,12 +246,12 @@ def test_what_is_timed_is_recorded_and_takes_no_recordings_from_the_engine():
     assert isinstance(graphs, CpuGraphs) and count
     made = []
 
-    def anew(graphs):
+    def new_empty(graphs):
         made.append(CpuGraphs(record_after=1, is_bounded=False))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuGraphs, "anew", anew)
+        patch.setattr(CpuGraphs, "new_empty", new_empty)
         patch.setattr(cpu_graph, "MAX_RECORDINGS", 2)
         time_cycles(engine, Plan([Point(1, 20), Point(1, 60)], SHAPES, 2, 3, num_passes=2))
     assert [each.num_graphs >= 1 + len(SHAPES) for each in made] == [True, True], "of each point, and kept"

@@ -221,7 +221,7 @@ def test_choices_by_anything_else_are_refused():
 
     others = (lambda rows: rows, lambda rows: slots[rows] * 2, lambda rows: slots[rows + 0])
     for by in (*others, lambda rows: slots[rows].add_(5), lambda rows: slots[rows].add_(5) + 1, changed):
-        recording = Recording(lambda rows, by=by: rows * guarded_choice(by(rows), tuple)[0], lengths.rows)
+        recording = Recording(lambda rows, by=by: rows * guarded_choice(by(rows), tuple)[0], lengths.slot_ids)
         with pytest.raises(CaptureError, match="not by lengths|changed"):
             recording.compile(lengths)
 

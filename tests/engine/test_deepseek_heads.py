@@ -85,7 +85,7 @@ def accept_length(parts) -> float:
 
 
 def entered(models, kind, prompts, **options) -> torch.Tensor:
-    """What the draft's stores hold of the last prompt when its first draft is proposed, slot by slot."""
+    """What the stores of the draft hold of the last prompt when its first draft is proposed."""
     found = {}
 
     def record(engine):
@@ -93,10 +93,10 @@ def entered(models, kind, prompts, **options) -> torch.Tensor:
         propose = drafter.propose
 
         def recorded(state, *rest):
-            slots = torch.arange(int(state.seq_lens[0]) + 1)[None]
+            positions = torch.arange(int(state.seq_lens[0]) + 1)[None]
             for store in getattr(drafter, "stores", [drafter.kv]):
-                rows = store.slots(state.page_table[:1], slots)[0, store.first_slot :]
-                found.setdefault(len(slots[0]), []).append(store.tensors[0][:, ..., rows, :].clone())
+                rows = store.rows_of(state.page_table[:1], positions)[0, store.first_position :]
+                found.setdefault(len(positions[0]), []).append(store.tensors[0][:, ..., rows, :].clone())
             return propose(state, *rest)
 
         drafter.propose = recorded
@@ -110,7 +110,7 @@ def entered(models, kind, prompts, **options) -> torch.Tensor:
 def test_every_slot_holds_the_same_whatever_was_cached_or_cut(models, kind):
     prompt = [(i * i) % 11 for i in range(41)]
     whole = entered(models, kind, [prompt], page_size=4, prefix_cache=False)
-    assert whole.abs().amin() > 0, "a slot that nothing was entered in"
+    assert whole.abs().amin() > 0, "a position that nothing was entered at"
     for chunk in (1, 7, 20):
         cut = entered(models, kind, [prompt], page_size=4, prefill_tokens=chunk, prefix_cache=False)
         torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)

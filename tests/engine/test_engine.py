@@ -43,8 +43,8 @@ def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models, plain):
         end = full.token_ids.index(stop) + 1 if stop in full.token_ids else 40
         assert request.token_ids == full.token_ids[:end]
         assert request.finish_reason == ("stop" if stop in full.token_ids else "length")
-        num_shown = end - (stop in full.token_ids)
-        assert request.reply.num_shown == num_shown, "the stop token is no part of the text"
+        num_text_tokens = end - (stop in full.token_ids)
+        assert request.reply.num_text_tokens == num_text_tokens, "the stop token is no part of the text"
         assert request.stats.spec.num_emitted_tokens == end - 1
 
 
@@ -157,7 +157,7 @@ class KnowsTheAnswer:
         self.verifiers, self.lookback = proposer.verifiers, proposer.lookback
         self.prefill, self.draft_extend = proposer.prefill, proposer.draft_extend
         self.check_shape, self.confidence = proposer.check_shape, lambda state: None
-        self.num_appended, self.widened = proposer.num_appended, proposer.widened
+        self.num_appended, self.pad_candidates = proposer.num_appended, proposer.pad_candidates
 
     def propose(self, state, shape, num_columns, sampling):
         tree, proposal = self.real.propose(state, shape, num_columns)
@@ -311,7 +311,7 @@ def test_the_shape_follows_the_batch(models, plain, shapes, options):
     used = set()
     run = engine.runner._run
     engine.runner._run = lambda matches, inputs, settings, tree: (
-        used.add((len(inputs.rows), settings.shape)) or run(matches, inputs, settings, tree)
+        used.add((len(inputs.slot_ids), settings.shape)) or run(matches, inputs, settings, tree)
     )
     requests = [Request(i, list(p), SamplingParams(max_tokens=8 + 8 * i)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)

@@ -13,8 +13,8 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.request import Request
+from eagle_kit.models.cache_specs import RecurrenceSpec, StateSpec
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import RecurrenceSpec, StateSpec
 
 
 class HybridConfig(TargetConfig):
@@ -82,7 +82,7 @@ def test_a_storm_of_events_loses_nothing(
         seed=page_size, page_size=page_size, shape=shape, ngram=with_ngram, lookback=lookback or 0
     )
     use_random_runner(engine, runner, shape)
-    assert engine.scheduler.needs_last is (shape.steps > 0 and not with_ngram)
+    assert engine.scheduler.has_draft is (shape.steps > 0 and not with_ngram)
     alive: list[Request] = []
     finished: list[Request] = []
     number, events = 0, 0
@@ -127,7 +127,7 @@ def test_a_storm_of_events_loses_nothing(
         if not params.ignore_eos:
             assert STOP not in tokens[:-1]
         if request.reply.match is None:
-            assert request.reply.num_shown == len(tokens) - (request.finish_reason == "stop")
+            assert request.reply.num_text_tokens == len(tokens) - (request.finish_reason == "stop")
     totals = engine.totals
     served = finished + alive
     admitted = [request for request in served if request.stats.admitted_at > 0.0]
@@ -160,6 +160,6 @@ def test_the_end_token_ends_a_reply_and_is_no_part_of_its_text(shape):
     for request in ended:
         assert request.token_ids.index(STOP) == len(request.token_ids) - 1
         assert request.finish_reason == "stop"
-        assert request.reply.num_shown == len(request.token_ids) - 1
+        assert request.reply.num_text_tokens == len(request.token_ids) - 1
     assert STOP in unended.token_ids[:-1]
-    assert unended.reply.num_shown == len(unended.token_ids) == 250
+    assert unended.reply.num_text_tokens == len(unended.token_ids) == 250

@@ -172,7 +172,9 @@ def test_the_log_of_n_grams_has_its_place_on_the_host(models):
     wide = config.replace(max_batch_size=32)
     logits = [plan_memory(target, None, each, place=place).logits for each in (config, wide)]
     assert [each // (2 * 4 * target.config.vocab_size) for each in logits] == [64, 32 * 6], "rows of windows"
-    assert plan.kv_tokens == 2 * (64 + config.room(63) + config.page_size), "a batch of whole contexts"
+    assert plan.kv_tokens == 2 * (64 + config.num_lookahead_tokens(63) + config.page_size), (
+        "a batch of whole contexts"
+    )
     with pytest.raises(UserError, match="free") as error:
         plan_memory(target, None, config, place=Place(place.device, 10**5))
     assert "n-gram capacity" in error.value.remedy

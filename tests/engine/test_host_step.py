@@ -152,7 +152,7 @@ def test_a_known_prefix_is_followed_where_pages_come_and_go():
         tokens = rng.choice(texts)
         held = pool.allocate(pool.match(tokens), 0)
         if pool.extend(held, 8 - len(held)):
-            pool.publish(held, tokens[: rng.randrange(17)])
+            pool.cache_pages(held, tokens[: rng.randrange(17)])
         pool.release(held)
         for i in rng.sample(range(6), 2):
             known[i] = pool.match(texts[i], 15, known[i])

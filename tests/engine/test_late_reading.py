@@ -14,7 +14,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.drafts.base.draft_model import StandaloneDraftModel
 from eagle_kit.drafts.base.drafter import Drafter
-from eagle_kit.drafts.base.ready import ReadyDrafter
+from eagle_kit.drafts.base.one_pass import OnePassDrafter
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.load_draft import load_draft_model
 from eagle_kit.engine.request import Request
@@ -124,7 +124,7 @@ def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
     later = run()
     assert max(length for name, length in reads if name == "_backfill_batch") <= AT_ONCE[name]
     assert max(length for name, length in reads if name == "_store_batch") == 63
-    for drafter in (Drafter, ReadyDrafter):
+    for drafter in (Drafter, OnePassDrafter):
         monkeypatch.setattr(drafter, "supports_deferred_draft", False)
     assert later == run()
     assert max(stats.accept_length for _, stats in later) > 1.01
@@ -154,7 +154,7 @@ def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, 
         return [(request.token_ids, request.stats.spec) for request in requests]
 
     later = run(ways=2 * (AT_ONCE[name].bit_length() + 7))
-    for drafter in (Drafter, ReadyDrafter):
+    for drafter in (Drafter, OnePassDrafter):
         monkeypatch.setattr(drafter, "supports_deferred_draft", False)
     assert later == run(ways=0)
     assert [tokens for tokens, _ in later] == plain
@@ -180,7 +180,7 @@ def test_plain_cycles_compute_nothing_of_the_draft(pairs, monkeypatch, name):
 
         monkeypatch.setattr(of, name, noting)
 
-    for name in ("features", "readout", "logits"):
+    for name in ("features", "lm_head_operands", "logits"):
         noted(model, name)
     for _ in range(64):
         engine.step()
@@ -189,7 +189,7 @@ def test_plain_cycles_compute_nothing_of_the_draft(pairs, monkeypatch, name):
     assert seen == ["features"] and request.on_device.num_pending_draft_tokens == 2
     policy.shape = SpecShape.parse("4,1,5")
     engine.step()
-    assert seen.count("features") >= 2 and {"readout", "logits"} & {*seen}
+    assert seen.count("features") >= 2 and {"lm_head_operands", "logits"} & {*seen}
     assert not request.on_device.num_pending_draft_tokens
 
 

@@ -15,10 +15,10 @@ from eagle_kit.autotune.chances import log_odds_of
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.drafts.base import sampled_ready
+from eagle_kit.drafts.base import sampled_one_pass
 from eagle_kit.engine.llm import LLM
 from eagle_kit.objective.loss import Objective, TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 
@@ -49,7 +49,7 @@ def pairs(target):
     ids, lengths = torch.cat(texts), torch.tensor([len(text) for text in texts])
     doc_start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     reply = torch.arange(len(texts)).repeat_interleave(lengths)
-    plan = plan_row(reply, doc_start, STEPS)
+    plan = make_row_plan(reply, doc_start, STEPS)
     weights = [torch.full((n,), 1 / n) for n in plan.counts]
 
     def learned(make, changes):
@@ -99,8 +99,8 @@ def test_replies_sampled_over_trees_have_the_distribution_of_plain_sampling(pair
 @pytest.mark.nightly
 def test_a_q_without_the_correction_is_seen_by_the_same_test(pairs, plain_counts, monkeypatch):
     """As if every token had been drawn from a flatter distribution than it was."""
-    exact = sampled_ready.sample
-    monkeypatch.setattr(sampled_ready, "sample", lambda q, u: exact(torch.softmax(q.log() * 3, -1), u))
+    exact = sampled_one_pass.sample
+    monkeypatch.setattr(sampled_one_pass, "sample", lambda q, u: exact(torch.softmax(q.log() * 3, -1), u))
     options = {"shape": "3,1,4", "seed": 2, "sampled_drafts": True}
     assert excess(pair_counts(pairs["dspark"], COUNT, **options), plain_counts) > 10
 

@@ -11,7 +11,7 @@ from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.drafts.base.drafter import Drafter
+from eagle_kit.drafts.base.autoregressive import AutoregressiveDrafter
 from eagle_kit.engine.load_draft import load_draft_model
 from eagle_kit.engine.memory.engine_memory import plan_memory
 from eagle_kit.engine.request import Request
@@ -102,13 +102,13 @@ def test_a_draft_that_has_waited_accepts_what_it_would_behind_a_prompt(models, b
 def test_a_batch_that_catches_up_computes_no_more_rows_than_memory_is_planned_for(models, most, monkeypatch):
     engines = [make_engine(models, 4, max_context=512, prefill_tokens=tokens) for tokens in (512, most)]
     params, replies, rows = SamplingParams(max_tokens=60, ignore_eos=True), [], []
-    extend = Drafter.extend
+    extend = AutoregressiveDrafter.extend
 
     def watched(self, state, pending, *args):
         rows.append(pending.tokens.numel())
         return extend(self, state, pending, *args)
 
-    monkeypatch.setattr(Drafter, "extend", watched)
+    monkeypatch.setattr(AutoregressiveDrafter, "extend", watched)
     for engine in engines:
         rows.clear()
         engine.use_shape(Late(36))
@@ -138,7 +138,7 @@ def test_slots_of_other_shapes_keep_what_is_missed_in_one_place(models):
         request = Request(0, list(PROMPTS[0]), SamplingParams(max_tokens=30))
         serve(engine, [request])
         assert request.token_ids == plain
-        kept.add(id(engine.runner.slots.pending.states))
+        kept.add(id(engine.runner.slots.pending.hidden_states))
     assert len(engine.runner._slots) > 2 and len(kept) == 1
 
 
@@ -195,7 +195,7 @@ class Once(ShapePolicy):
         self.seen.append((request, confidence))
         request.confidence_class = None if confidence is None else 0
 
-    def observe(self, request, shape, num_accepted, num_drafts=None):
+    def observe(self, request, shape, num_accepted, num_depths=None):
         self.observed.append((request, shape))
 
 

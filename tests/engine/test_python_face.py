@@ -223,11 +223,11 @@ def test_too_little_memory_for_states_and_logprobs_is_one_sentence(llm, monkeypa
 
 
 def test_the_logits_of_a_prompt_are_made_a_part_at_a_time(llm, monkeypatch):
-    from eagle_kit.engine import forwards
+    from eagle_kit.engine import text_forwards
 
     ids = tokens_of("The cat sees the dog.")
     whole = llm.generate([ids], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs
-    monkeypatch.setattr(forwards, "LOGIT_ROWS", 5)
+    monkeypatch.setattr(text_forwards, "LOGIT_ROWS", 5)
     parts = llm.generate([ids], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs
     assert [entry.logprob for entry in parts[1:]] == pytest.approx([entry.logprob for entry in whole[1:]])
 

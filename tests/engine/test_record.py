@@ -113,8 +113,8 @@ def test_stop_texts_end_replies_whatever_the_lag(models):
     draft = HeadDraftModel(head, target)
     whole = letters(())
     record_drafts(target, draft, resolved(1, 64, lag=1), [whole], shape=WIDE)
-    stop = whole.read()[12:15]
+    stop = whole.decode_text()[12:15]
     cut = letters((stop,))
     record_drafts(target, draft, resolved(1, 64, lag=1), [cut], shape=WIDE)
-    end = whole.read().index(stop) + 3
+    end = whole.decode_text().index(stop) + 3
     assert cut.token_ids == whole.token_ids[:end] and cut.finish_reason == "stop" and end < 30

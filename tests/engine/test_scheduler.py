@@ -467,13 +467,15 @@ def test_a_long_prompt_has_its_half_of_each_step_beside_many_short_ones(num_shor
 def test_a_request_that_was_sent_back_returns_though_another_is_no_turn_ahead_of_it():
     """Of those that run one is a turn ahead of the request that waits, and gives way."""
     config = resolved(2, 512, page_size=4)
-    scheduler = Scheduler(PagePool(400, 4), config.replace(kv_tokens=1600), room=4, needs_last=False)
+    scheduler = Scheduler(
+        PagePool(400, 4), config.replace(kv_tokens=1600), num_lookahead_tokens=4, has_draft=False
+    )
     near, far = requests_of([[1], [2]], max_tokens=400)
     assert admitted(scheduler, [near, far]) == [0, 0]
     near.reply.token_ids = [0] * (TURN + 10)
     far.reply.token_ids = [0] * (5 * TURN)
     for request in (near, far):
-        scheduler.mark_verified(request, request.num_to_compute)
+        scheduler.mark_finite(request, request.num_to_compute)
     (waiting,) = requests_of([[3]], first=10, max_tokens=400)
     waiting.reply.token_ids = [0] * TURN
     scheduler.add(waiting)
@@ -488,13 +490,13 @@ def test_nobody_gives_way_where_pages_would_still_be_missing(is_shared, length, 
     config = resolved(4, 512, page_size=4)
     num_pages = 10 if is_shared else 8
     pool = PagePool(num_pages, 4)
-    scheduler = Scheduler(pool, config.replace(kv_tokens=40), room=4, needs_last=False)
+    scheduler = Scheduler(pool, config.replace(kv_tokens=40), num_lookahead_tokens=4, has_draft=False)
     prompts = [[1] * 9, [1] * 9] if is_shared else [[1], [2]]
     far, near = requests_of(prompts, max_tokens=400)
     for request in (far, near):
         admitted(scheduler, [request])
-        scheduler.mark_verified(request, request.num_to_compute)
-        pool.publish(request.sequence.allocation, request.prompt_ids)
+        scheduler.mark_finite(request, request.num_to_compute)
+        pool.cache_pages(request.sequence.allocation, request.prompt_ids)
     assert pool.num_available == 4
     assert near.sequence.num_shared_tokens == 8 * is_shared
 
@@ -590,7 +592,7 @@ def scheduler_of_ranks(batch, num_pages):
     """Scheduler of two ranks of data-parallel attention; a request needs a page more than its tokens."""
     config = resolved(batch, 64, page_size=4, tensor_parallel=2, data_parallel_attention=True)
     pool = PagePool(num_pages, 4, num_shards=2)
-    return Scheduler(pool, config.replace(kv_tokens=4 * num_pages), room=4, needs_last=False)
+    return Scheduler(pool, config.replace(kv_tokens=4 * num_pages), num_lookahead_tokens=4, has_draft=False)
 
 
 def admitted(scheduler, requests):
@@ -625,7 +627,7 @@ def test_a_request_goes_where_most_of_its_tokens_are_cached():
     first, second = requests_of([[1] * 16, [2] * 16])
     assert admitted(scheduler, [first, second]) == [0, 1]
     for request in (first, second):
-        scheduler.page_pool.publish(request.sequence.allocation, request.prompt_ids)
+        scheduler.page_pool.cache_pages(request.sequence.allocation, request.prompt_ids)
     scheduler.remove(first)  # the second goes on, so that the first shard has more room
     again = requests_of([[*second.prompt_ids, 5], [*second.prompt_ids[:4], *[6] * 13]], first=10)
     assert admitted(scheduler, again[:1]) == [1] and again[0].sequence.num_shared_tokens == 16
@@ -654,7 +656,7 @@ def test_requests_give_way_on_a_full_rank_where_the_slots_are_taken():
     scheduler.page_pool.extend(running[2].sequence.allocation, 60)
     assert admitted(scheduler, [late]) == [1]
     for request in scheduler.running:
-        scheduler.mark_verified(request, request.num_to_compute)
+        scheduler.mark_finite(request, request.num_to_compute)
     late.reply.token_ids = [0] * (2 * TURN)
     (waiting,) = requests_of([[8] * 3], first=20)
     scheduler.add(waiting)
@@ -665,7 +667,7 @@ def test_the_cache_is_not_followed_to_a_rank_with_far_more_requests():
     scheduler = scheduler_of_ranks(16, 400)
     (first,) = requests_of([[1] * 16])
     assert admitted(scheduler, [first]) == [0]
-    scheduler.page_pool.publish(first.sequence.allocation, first.prompt_ids)
+    scheduler.page_pool.cache_pages(first.sequence.allocation, first.prompt_ids)
     chats = requests_of([[*first.prompt_ids, i] for i in range(10)], first=10)
     given = admitted(scheduler, chats)
     assert given[0] == 0 and chats[0].sequence.num_shared_tokens == 16

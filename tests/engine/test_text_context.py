@@ -21,9 +21,9 @@ def encoded(tokenizer, text):
     return tokenizer(text)["input_ids"]
 
 
-def read(tokenizer, runs, context, stop=(), shown=frozenset()):
+def read(tokenizer, runs, context, stop=(), special=frozenset()):
     """Text of a reply that arrives in ``runs``."""
-    stream = TextStream(tokenizer, stop, shown, context)
+    stream = TextStream(tokenizer, stop, special, context)
     for run in runs:
         if not stream.stopped:
             stream.push(run)
@@ -50,7 +50,7 @@ def test_prompt_and_reply_join_to_the_whole_wherever_they_are_cut(tokenizer, tex
     whole = tokenizer.backend_tokenizer.decode(ids)
     for at in range(len(ids) + 1):
         context = text_context(tokenizer, ids[:at], is_text=False)
-        tail = [*context.shown, *context.unfinished]
+        tail = [*context.token_ids, *context.unfinished]
         assert tail == ids[at - len(tail) : at]
         prompt = text_before(tokenizer, ids[:at], context)
         assert not prompt.endswith("\N{REPLACEMENT CHARACTER}")
@@ -117,7 +117,7 @@ def test_shown_special_tokens_are_text_in_the_prompt_too(tokenizer):
         context = text_context(tokenizer, ids[:at], is_text=False, skip_special_tokens=False)
         assert not context.unfinished
         before = tokenizer.backend_tokenizer.decode(ids[:at], skip_special_tokens=False)
-        assert before + read(tokenizer, [[token] for token in ids[at:]], context, shown=shown) == whole
+        assert before + read(tokenizer, [[token] for token in ids[at:]], context, special=shown) == whole
 
 
 def test_the_context_of_a_long_prompt_is_short_and_found_with_few_decodings(tokenizer):
@@ -134,7 +134,7 @@ def test_the_context_of_a_long_prompt_is_short_and_found_with_few_decodings(toke
     for prompt in (encoded(tokenizer, "the cat sat. " * 500), [half] * 5000):
         counting = Counting()
         context = text_context(counting, prompt, is_text=False)
-        assert len(context.shown) <= 70 and counting.num_ids < 4000
+        assert len(context.token_ids) <= 70 and counting.num_ids < 4000
         counting.num_ids = 0
         text_context(counting, prompt, is_text=True)
         assert counting.num_ids < 1000

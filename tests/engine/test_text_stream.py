@@ -212,7 +212,7 @@ def test_special_tokens_that_are_shown_are_text_and_others_are_not(size):
     mixed = [token for each in ids for token in (*hidden, each)] + hidden
     names = ("<|channel|>", "<|message|>", "<|start|>")
     shown = frozenset(tokenizer.convert_tokens_to_ids(names))
-    stream = TextStream(tokenizer, ("🙂",), shown=shown)
+    stream = TextStream(tokenizer, ("🙂",), included_special_tokens=shown)
     for i in range(0, len(mixed), size):
         if not stream.stopped:
             stream.push(mixed[i : i + size])

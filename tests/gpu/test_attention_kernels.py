@@ -130,7 +130,7 @@ def window(case: Case, dtype: torch.dtype, heads: int, size: int, by: torch.Gene
         page_table=store.table,
         page_size=case.page,
         prefix_lens=torch.tensor(case.lens, device=DEVICE),
-        first_slot=case.first,
+        first_position=case.first,
         scratch_start=store.scratch,
         scratch_stride=store.stride,
         num_keys=keys,

@@ -231,7 +231,7 @@ def test_a_replay_neither_waits_nor_allocates(dtype):
     graphs = engine.runner.graphs
     assert graphs.num_graphs == 1
     (graph,) = graphs._graphs.values()
-    inputs = graph.inputs._replace(rows=graph.inputs.rows.clone())
+    inputs = graph.inputs._replace(slot_ids=graph.inputs.slot_ids.clone())
     names = (
         "allocation.all.allocated",
         "segment.all.allocated",

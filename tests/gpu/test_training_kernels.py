@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kit.ops.attention.packed import packed_attention
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 from tests.gpu.near import assert_near
 from tests.gpu.place import DEVICE, DTYPES, generator, pick, randn
@@ -67,7 +67,7 @@ def test_ttt_attention(name, dtype):
     r, t = len(rows), len(doc_start)
     shapes = [(r, hq, size), *[(t, hkv, size)] * 2, *[(r, hkv, own, size)] * 2]
     inputs = [randn(*shape, dtype=dtype, by=by) for shape in shapes]
-    plan = plan_rows(rows, doc_start)
+    plan = plan_queries(rows, doc_start)
     check(
         ("q", "k", "v", "own k", "own v"),
         lambda *x: ttt_attention(*x, plan, size**-0.5, backend="triton"),

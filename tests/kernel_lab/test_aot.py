@@ -208,7 +208,7 @@ def test_blocks_shrink_until_they_fit():
     assert a100.fit(64, 3, 512, programs=2) == (64, 3)  # 64 of 81 KB: one buffer less where mma.sync reads
     assert l40s.fit(64, 3, 512, programs=2) == (64, 2)  # 32 of 49 KB
     assert l40s.fit(128, 2, 512, programs=2) == (64, 2)
-    assert l40s.fit(64, 3, 512, held=64 << 10) == (64, 2)
+    assert l40s.fit(64, 3, 512, fixed_bytes=64 << 10) == (64, 2)
     assert facts_of(75).shared_bytes == 99 << 10  # what is not known gets least
     assert [h200.multiplies_in_groups, a100.multiplies_in_groups, facts_of(120).multiplies_in_groups] == [
         True, False, False,

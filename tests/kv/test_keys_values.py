@@ -30,11 +30,11 @@ def needs_fp8(device):
         pytest.skip("this GPU has no fp8")
 
 
-def make(first_slot=0, device="cpu", store_dtype=None, **options):
-    """A store of 4 slots a page, filled where it is not fp8, and the pages of three requests."""
+def make(first_position=0, device="cpu", store_dtype=None, **options):
+    """A store of 4 rows a page, filled where it is not fp8, and the pages of three requests."""
     generator = torch.Generator().manual_seed(0)
     layout = PoolLayout(30, 4, 3, window=8, dtype=store_dtype)
-    kv = PagedKV(2, 2, 16, layout, first_slot=first_slot, device=device, **options)
+    kv = PagedKV(2, 2, 16, layout, first_position=first_position, device=device, **options)
     if kv.k.element_size() > 1:
         for part in (kv.k, kv.v):
             part.copy_(torch.randn(part.shape, generator=generator))
@@ -42,16 +42,16 @@ def make(first_slot=0, device="cpu", store_dtype=None, **options):
 
 
 @pytest.mark.parametrize("placed", [True, False], ids=["stored by the model", "stored by the attention"])
-@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize("first_position", [0, 1])
 @torch.inference_mode()
-def test_reading_pages_in_place_says_what_copies_say(triton_device, first_slot, placed):
-    (copied, _), (paged, tables) = make(first_slot), make(first_slot, triton_device)
+def test_reading_pages_in_place_says_what_copies_say(triton_device, first_position, placed):
+    (copied, _), (paged, tables) = make(first_position), make(first_position, triton_device)
     rows = sum(stop - start for start, stop, _ in CHUNKS)
     q = torch.randn(rows, 6, 16, generator=torch.Generator().manual_seed(1))
     k, v = torch.randn(2, rows, 2, 16, generator=torch.Generator().manual_seed(2))
     for part, new in ((copied.k, k), (copied.v, v)):  # computed again, it rounds otherwise
-        slots = copied.slots(tables[1:2].cpu(), torch.arange(5, 12)[None])[0]
-        new[3:10] = part[1][:, slots].transpose(0, 1) * (1 + 1e-6)
+        pool_rows = copied.rows_of(tables[1:2].cpu(), torch.arange(5, 12)[None])[0]
+        new[3:10] = part[1][:, pool_rows].transpose(0, 1) * (1 + 1e-6)
     segments = [Segment(table.cpu(), *chunk) for table, chunk in zip(tables, CHUNKS, strict=True)]
     expected = copied.prefill_attend(segments)(1, q, k, v)
     with use("triton"):
@@ -60,9 +60,9 @@ def test_reading_pages_in_place_says_what_copies_say(triton_device, first_slot, 
         )
         mine = [x.to(triton_device) for x in (q, k, v)]
         if placed:
-            slots = attend.kv_slots(1)
-            rope.store(slots.k_rows, slots.rows, mine[1], 1.0)
-            rope.store(slots.v_rows, slots.rows, mine[2], 1.0)
+            stored = attend.kv_rows(1)
+            rope.store(stored.k_rows, stored.rows, mine[1], 1.0)
+            rope.store(stored.v_rows, stored.rows, mine[2], 1.0)
             mine[1:] = (x[:0] for x in mine[1:])
         out = attend(1, *mine).cpu()
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -70,11 +70,11 @@ def test_reading_pages_in_place_says_what_copies_say(triton_device, first_slot, 
         assert torch.equal(ours[:, :, : paged.trash_row].cpu(), theirs[:, :, : paged.trash_row])
 
 
-@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize("first_position", [0, 1])
 @torch.inference_mode()
-def test_memory_that_nobody_has_written_is_not_attended_to(first_slot):
+def test_memory_that_nobody_has_written_is_not_attended_to(first_position):
     """In half precision, where keys are copied next to each other; torch fills new memory with NaN."""
-    kv, tables = make(first_slot, dtype=torch.bfloat16)
+    kv, tables = make(first_position, dtype=torch.bfloat16)
     segments = [Segment(table, *chunk) for table, chunk in zip(tables, CHUNKS, strict=True)]
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(29, heads, 16, generator=generator).bfloat16() for heads in (6, 2, 2))
@@ -111,9 +111,9 @@ def test_an_fp8_store_is_prefilled_as_it_is_decoded(triton_device, backend):
                 attend = kv.window_attend(tables[:1], one[0] * start, chain_bits(1, q.device)[None], 1, 64)
                 parts.append(attend(0, q[chunk], k[chunk], v[chunk]))
                 kv.commit_window(tables[:1], one * 0, one[0] * start, one[0])
-            slots = kv.slots(tables[:1], torch.arange(11, device=triton_device)[None])[0]
+            pool_rows = kv.rows_of(tables[:1], torch.arange(11, device=triton_device)[None])[0]
             outs.append(torch.cat(parts))
-            stores.append(torch.stack((kv.k, kv.v)).view(torch.uint8)[..., slots, :].view(FP8).float())
+            stores.append(torch.stack((kv.k, kv.v)).view(torch.uint8)[..., pool_rows, :].view(FP8).float())
     for out, held in zip(outs, stores, strict=True):
         torch.testing.assert_close(out, outs[0], rtol=1e-4, atol=1e-4)
         assert torch.equal(held, stores[0])

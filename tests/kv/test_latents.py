@@ -7,7 +7,7 @@ from eagle_kit.kv import latents as room
 from eagle_kit.kv.latents import PagedLatents
 from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.blocks.mla import Queries
-from eagle_kit.models.config_parts import LatentSpec
+from eagle_kit.models.cache_specs import LatentSpec
 from eagle_kit.ops.backend import use
 
 LATENT, ROPE, NOPE, VALUE, HEADS = 12, 4, 8, 6, 3

@@ -12,7 +12,7 @@ def _serve(pool: PagePool, tokens: list[int]) -> list[int]:
     shared = pool.match(tokens)
     allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared))
     assert allocation is not None
-    pool.publish(allocation, tokens)
+    pool.cache_pages(allocation, tokens)
     table = allocation.table
     pool.release(allocation)
     return table
@@ -30,8 +30,8 @@ def test_a_common_beginning_is_the_same_pages():
 def test_two_requests_that_compute_the_same_end_with_one_page():
     pool = PagePool(8, 2)
     a, b = (pool.allocate([], 3) for _ in range(2))
-    assert not pool.publish(a, [1, 2, 3, 4, 5])
-    assert pool.publish(b, [1, 2, 3, 4, 5])
+    assert not pool.cache_pages(a, [1, 2, 3, 4, 5])
+    assert pool.cache_pages(b, [1, 2, 3, 4, 5])
     assert a.table[:2] == b.table[:2] and a.table[2] != b.table[2]
     pool.check([a, b])
     assert pool.num_available == 8 - 4
@@ -66,7 +66,7 @@ def test_pages_of_one_salt_are_not_found_with_another_nor_without_one():
     for salt in salts:
         for shard in range(2):
             allocation = pool.allocate([], 2, shard, salt)
-            pool.publish(allocation, [1, 2, 3, 4])
+            pool.cache_pages(allocation, [1, 2, 3, 4])
             held.append(allocation)
     for allocation in held:
         found = pool.match([1, 2, 3, 4, 5], shard=allocation.shard, salt=allocation.salt)
@@ -79,7 +79,7 @@ def test_a_salt_is_forgotten_with_the_last_of_its_pages():
     pool = PagePool(3, 1)
     for number in range(50):
         allocation = pool.allocate([], 2, salt=f"salt {number}")
-        pool.publish(allocation, [1, 2])
+        pool.cache_pages(allocation, [1, 2])
         pool.release(allocation)
         pool.check([])
     assert [len(pool.match([1, 2], salt=f"salt {number}")) for number in (47, 48, 49)] == [0, 1, 2]
@@ -125,9 +125,9 @@ def test_no_order_of_events_loses_a_page(page_size, salts):
                 if pool.extend(allocation, 1):
                     tokens += [rng.randrange(2) for _ in range(page_size)]
             elif event < 0.75:
-                pool.publish(allocation, tokens[: rng.randrange(len(tokens) + 1)])
+                pool.cache_pages(allocation, tokens[: rng.randrange(len(tokens) + 1)])
             else:
-                pool.publish(allocation, tokens)
+                pool.cache_pages(allocation, tokens)
                 pool.release(allocation)
                 del running[key]
         if number % 10 == 0:
@@ -148,27 +148,27 @@ def test_no_order_of_events_loses_or_mixes_up_a_snapshot(page_size):
             shared = pool.reusable(pool.match(tokens[:-1]))
             allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared))
             if allocation is not None:
-                pool.begin(allocation)
+                pool.pin_snapshot(allocation)
                 running[number] = (allocation, tokens)
         elif running:
             key = rng.choice(list(running))
             allocation, tokens = running[key]
-            if allocation.source is not None:
-                assert held[allocation.source.snapshot] == tokens[: len(allocation.nodes) * page_size]
+            if allocation.pinned is not None:
+                assert held[allocation.pinned.snapshot] == tokens[: len(allocation.nodes) * page_size]
                 num_used += 1
-                pool.has_begun(allocation)
+                pool.unpin_snapshot(allocation)
             if event < 0.6 and (whole := len(tokens) // page_size):
                 pages = rng.randint(1, whole)
-                snapshot = pool.take_snapshot(allocation, pages, is_passing=rng.random() < 0.5)
+                snapshot = pool.take_snapshot(allocation, pages, is_transient=rng.random() < 0.5)
                 num_denied += snapshot is None
                 if snapshot is not None:
                     assert 5 <= snapshot < 12
                     held[snapshot] = tokens[: pages * page_size]
                     assert pool.num_resumable(allocation, len(tokens)) >= pages * page_size
             elif event < 0.75:
-                pool.publish(allocation, tokens[: rng.randrange(len(tokens) + 1)])
+                pool.cache_pages(allocation, tokens[: rng.randrange(len(tokens) + 1)])
             else:
-                pool.publish(allocation, tokens)
+                pool.cache_pages(allocation, tokens)
                 pool.release(allocation)
                 del running[key]
         pool.check([allocation for allocation, _ in running.values()])
@@ -185,10 +185,10 @@ def _turn(pool: PagePool, tokens: list[int]) -> int:
     shared = pool.reusable(pool.match(tokens[:-1]))
     allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared))
     assert allocation is not None
-    pool.begin(allocation)
-    pool.has_begun(allocation)
-    pool.take_snapshot(allocation, len(tokens) // pool.page_size, is_passing=False)
-    pool.publish(allocation, tokens)
+    pool.pin_snapshot(allocation)
+    pool.unpin_snapshot(allocation)
+    pool.take_snapshot(allocation, len(tokens) // pool.page_size, is_transient=False)
+    pool.cache_pages(allocation, tokens)
     pool.release(allocation)
     pool.check([])
     return len(shared) * pool.page_size
@@ -211,12 +211,12 @@ def test_of_passing_snapshots_a_request_keeps_the_last_two():
     allocation = pool.allocate([], 8)
     assert allocation is not None
     for pages in (2, 4, 6):
-        pool.take_snapshot(allocation, pages, is_passing=True)
-    assert pool.take_snapshot(allocation, 6, is_passing=True) is None, "it is there"
+        pool.take_snapshot(allocation, pages, is_transient=True)
+    assert pool.take_snapshot(allocation, 6, is_transient=True) is None, "it is there"
     assert list(allocation.snapshots) == [4, 6]
     assert [pool.num_resumable(allocation, tokens) for tokens in (3, 4, 5, 6)] == [0, 4, 4, 6]
-    pool.publish(allocation, list(range(6)))
-    assert pool.take_snapshot(allocation, 6, is_passing=False) is None, "behind shared pages there is none"
+    pool.cache_pages(allocation, list(range(6)))
+    assert pool.take_snapshot(allocation, 6, is_transient=False) is None, "behind shared pages there is none"
     assert pool.num_resumable(allocation, 6) == 6
     pool.release(allocation)
     pool.check([])
@@ -228,12 +228,12 @@ def test_a_passing_snapshot_that_is_asked_for_again_to_stay_stays():
     pool = PagePool(20, 1, snapshots=range(9))
     allocation = pool.allocate([], 8)
     assert allocation is not None
-    pool.take_snapshot(allocation, 2, is_passing=True)
-    pool.take_snapshot(allocation, 2, is_passing=False)
+    pool.take_snapshot(allocation, 2, is_transient=True)
+    pool.take_snapshot(allocation, 2, is_transient=False)
     for pages in (3, 5, 7):
-        pool.take_snapshot(allocation, pages, is_passing=True)
+        pool.take_snapshot(allocation, pages, is_transient=True)
     assert list(allocation.snapshots) == [2, 5, 7]
-    pool.publish(allocation, list(range(8)))
+    pool.cache_pages(allocation, list(range(8)))
     kept = [i + 1 for i, node in enumerate(allocation.nodes) if node.snapshot is not None]
     assert kept == [2, 7], "a passing one gives way to the next, others do not"
 
@@ -260,7 +260,7 @@ def test_parts_of_the_pool_have_pages_and_caches_of_their_own():
         allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared), shard)
         if allocation is not None:
             assert {page // 4 for page in allocation.table} == {shard}
-            pool.publish(allocation, tokens)
+            pool.cache_pages(allocation, tokens)
             held.append(allocation)
         while held and (allocation is None or rng.random() < 0.4):
             pool.release(held.pop(rng.randrange(len(held))))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle_kit.kv.recurrent_states import StatePool
-from eagle_kit.models.config_parts import RecurrenceSpec, StateSpec
+from eagle_kit.models.cache_specs import RecurrenceSpec, StateSpec
 from eagle_kit.ops.recurrence import Inputs, recurrent_window
 
 SPECS = {

@@ -112,7 +112,7 @@ def test_slices_reassemble_the_checkpoint(folder, size):
 
 def ways_of(config):
     """Everything is cut inside, or experts are shared by number, and latents by request."""
-    others = {"expert_parallel": config.moe, "attends_whole": config.mla}
+    others = {"expert_parallel": config.moe, "data_parallel_attention": config.mla}
     other = {name: True for name, part in others.items() if part is not None}
     return [{}, other] if other else [{}]
 
@@ -130,7 +130,7 @@ def check_slices(ranks, config, published):
             assert owners.count(True) == 1 and cuts == [None if mine else [] for mine in owners]
             continue
         if any(cut is None for cut in cuts):
-            is_whole = ranks[0].attends_whole and "self_attn." in name
+            is_whole = ranks[0].data_parallel_attention and "self_attn." in name
             assert cuts == [None] * size and (is_whole or re.search(WHOLE, name))
             continue
         whole = torch.full_like(tensor, torch.nan)
@@ -162,7 +162,7 @@ def test_more_ranks_than_heads_are_refused(folder):
     if (mamba := config.mamba) is not None:
         groups = mamba.num_groups
         whole = f"7 ranks cannot share 6 value heads over {groups} key heads"
-        found = f"7 ranks would cut the norms of {groups} groups" if mamba.norms else whole
+        found = f"7 ranks would cut the norms of {groups} groups" if mamba.has_norm else whole
         ranks = [Sharding(config, Share(rank, groups)).rank_config().mamba for rank in range(groups)]
         assert [each.num_groups for each in ranks] == [1] * groups
     with pytest.raises(UserError, match=found):
@@ -181,13 +181,13 @@ def test_what_experts_by_number_need_is_said(folder):
         Sharding(few, Share(0, 4), expert_parallel=True).rank_config()
     size = 4
     own = [Sharding(config, Share(r, size), expert_parallel=True).rank_config().moe for r in range(size)]
-    assert [number for each in own for number in each.own_experts] == list(range(config.moe.num_experts))
+    assert [number for each in own for number in each.local_experts] == list(range(config.moe.num_experts))
     assert {each.intermediate_size for each in own} == {config.moe.intermediate_size}
 
 
 def test_data_parallel_attention_is_for_latents(folder):
     config = read_target_config(folder)
-    sharding = Sharding(config, Share(0, 2), attends_whole=True)
+    sharding = Sharding(config, Share(0, 2), data_parallel_attention=True)
     if config.mla is not None:
         assert sharding.rank_config().num_heads == config.num_heads
         return
@@ -255,7 +255,7 @@ def test_ranks_compute_the_logits_and_states_of_one_process(folder, size):
         logits = whole.logits(out.hidden)
     for way in ways_of(whole.config):
         found = run_ranks(size, _forward, folder, ids, (1, 3), way)
-        check_ranks(found, whole, out, logits, attends_whole="attends_whole" in way)
+        check_ranks(found, whole, out, logits, data_parallel_attention="data_parallel_attention" in way)
 
 
 def _peak_of_ends(ranks, folder, dtype):
@@ -288,18 +288,20 @@ def test_whole_ends_are_gathered_beside_at_most_one_copy(vocab_size, is_tied, mo
         assert nothing_else_is_kept and peak <= most
 
 
-def check_ranks(found, whole, out, logits, *, attends_whole):
+def check_ranks(found, whole, out, logits, *, data_parallel_attention):
     for mine, my_logits, (embedding, output), volume, parts, config in found:
         torch.testing.assert_close(my_logits, logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(mine.hidden, out.hidden, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(mine.aux, out.aux, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.aux_hidden_states, out.aux_hidden_states, rtol=1e-4, atol=1e-4)
         assert torch.equal(embedding, whole.embed_tokens.weight) and torch.equal(output, whole.head_weight)
         layers = whole.config.num_layers
-        assert volume == {"sum": ((1 if attends_whole else 2) * layers + 1) * 29 * 48 * 4}
+        assert volume == {"sum": ((1 if data_parallel_attention else 2) * layers + 1) * 29 * 48 * 4}
         assert parts["layers.1.self_attn.o_proj.weight"][1] == config.num_heads * 48 // 6 or config.mla
-        assert config.num_heads in ((6,) if attends_whole else (1, 2, 3)) and config.num_kv_heads == (
-            config.num_heads if config.mla else 1
-        )
+        assert config.num_heads in (
+            (6,) if data_parallel_attention else (1, 2, 3)
+        ) and config.num_kv_heads == (config.num_heads if config.mla else 1)
     for each in found[1:]:  # what is whole on every rank has the same bits there
-        assert torch.equal(each[0].hidden, found[0][0].hidden) and torch.equal(each[0].aux, found[0][0].aux)
+        assert torch.equal(each[0].hidden, found[0][0].hidden) and torch.equal(
+            each[0].aux_hidden_states, found[0][0].aux_hidden_states
+        )
         assert torch.equal(each[1], found[0][1])

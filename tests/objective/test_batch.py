@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def packed(*documents: tuple[int, int]) -> SimpleNamespace:
-    """A packed row of documents, each of so many tokens of a prompt and of a reply."""
+    """A packed sequence of documents, each of so many tokens of a prompt and of a reply."""
     reply = []
     doc_start = []
     group = []
@@ -34,7 +34,7 @@ DATA = PackedRows([packed((3, 9), (5, 4)), packed((2, 6)), packed((1, 11), (1, 3
 
 
 def batches() -> list[MicroBatch]:
-    """The rows of one global batch in two forwards, the first of two packed rows."""
+    """The rows of one global batch in two forwards, the first of two packed sequences."""
     return [make_micro_batch(DATA, numbers, 3, CPU) for numbers in ([1, 2], [0])]
 
 

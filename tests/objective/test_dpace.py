@@ -8,7 +8,7 @@ from tiny import packed_row, tiny_head, tiny_target
 
 from eagle_kit.objective.dpace import position_weights
 from eagle_kit.objective.loss import Objective, TTTBatch, ttt_loss
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import run_steps
 
@@ -45,10 +45,10 @@ def test_a_training_step_weighs_every_row_by_its_own_steps(rule):
     target = tiny_target()
     head = tiny_head(target, 101).requires_grad_(True)
     ids, reply, doc_start = packed_row()
-    plan = plan_row(reply, doc_start, STEPS, rule)
+    plan = make_row_plan(reply, doc_start, STEPS, rule)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     weights = [torch.linspace(0.5, 1.0, count) for count in plan.counts]
-    rows = target.head_weight[head.target_ids]
+    rows = target.head_weight[head.token_map]
     batch = TTTBatch(ids, plan, weights, features, target.embed_tokens.weight, rows)
     objective = replace(Objective.of("ce", 3.0, head, target.head_weight), dpace_alpha=ALPHA)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_a_training_step_weighs_every_row_by_its_own_steps(rule):
             steps = [k for k in range(STEPS) if row in plan.rows[k]]
             where = [int((plan.rows[k] == row).nonzero()) for k in steps]
             log_q = [
-                (head.norm_for_head(outputs[k][i]) @ head.lm_head.weight.t()).double().log_softmax(-1)
+                (head.norm_for_lm_head(outputs[k][i]) @ head.lm_head.weight.t()).double().log_softmax(-1)
                 for k, i in zip(steps, where, strict=True)
             ]
             in_draft_vocab = [bool(head.t2d[features.argmax[row + 1 + k]]) for k in steps]

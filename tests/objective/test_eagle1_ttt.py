@@ -14,7 +14,7 @@ from eagle_kit.objective.batch import MicroBatch
 from eagle_kit.objective.loss import Objective, TTTBatch
 from eagle_kit.objective.noise import add_noise
 from eagle_kit.objective.regression import regression_loss
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.ops.soft_cross_entropy import Teacher
@@ -40,7 +40,7 @@ def test_loss_and_every_gradient_equal_the_published_step(recipe):
     config = EAGLE1.new_config(Eagle1HeadConfig(fc_bias=bias, intermediate_size=97), target.config)
     head = randomise(Eagle1Head(config), 3, 0.15).bind(target.lm_head)
     ids, reply, doc_start = packed_row()
-    plan = plan_row(reply, doc_start, steps)
+    plan = make_row_plan(reply, doc_start, steps)
     features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     read = features._replace(hidden=features.hidden + 0.3 * noise(61, 48, seed=7))
     step_weights = [0.7**k for k in range(steps)]

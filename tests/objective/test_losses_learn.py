@@ -14,7 +14,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.llm import LLM
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.objective.loss import Objective, TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.train.optim.optimizer import make_optimizer
@@ -61,10 +61,10 @@ class Language:
         training: Eagle3TrainingConfig,
         steps: int = 20,
     ) -> None:
-        plan = plan_row(self.reply, self.doc_start, STEPS)
+        plan = make_row_plan(self.reply, self.doc_start, STEPS)
         layers = head.config.aux_layer_ids
         features = capture_features(self.target, self.ids, self.doc_start, layers, plan.is_teacher)
-        rows = self.target.head_weight[head.target_ids]
+        rows = self.target.head_weight[head.token_map]
         weights = [torch.full((count,), 1 / count) for count in plan.counts]
         objective = Objective.of(loss, 3.0, head, self.target.head_weight)
         objective = replace(objective, dpace_alpha=training.dpace_alpha)

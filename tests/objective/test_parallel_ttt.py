@@ -19,7 +19,7 @@ from eagle_kit.drafts.files.draft import write_draft
 from eagle_kit.drafts.registry import kind_of
 from eagle_kit.objective.loss import Objective, TTTBatch
 from eagle_kit.objective.row_drop import RowDrop, anchors_of
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import run_steps, ttt_forward, ttt_forward_backward
 
@@ -92,7 +92,7 @@ def batch_of(target, head, drop: RowDrop | None = None, *, ids=None, rule: str =
     if drop is not None:
         shares, most = drop.sampling.shares(steps), drop.sampling.most
         uniforms = drop.uniforms([3], [len(ids)])
-    plan = plan_row(reply, doc_start, steps, rule, shares, uniforms, most)
+    plan = make_row_plan(reply, doc_start, steps, rule, shares, uniforms, most)
     features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     weights = [torch.full((n,), 0.9**k) for k, n in enumerate(plan.counts)]
     rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
@@ -110,7 +110,7 @@ def with_parameters(published, head):
 
 def published_rows(folder, head, target, batch):
     """Logits ``[Vd]`` of a row and step, and that of its acceptance or None."""
-    plan, ids, aux = batch.plan, batch.ids, batch.features.aux
+    plan, ids, aux = batch.plan, batch.ids, batch.features.aux_hidden_states
     if not hasattr(head.config, "block_size"):
         rows = [torch.arange(len(ids)), *plan.computed[1:]]
         published = with_parameters(PublishedPEagle(folder, target.embed_tokens.weight), head)
@@ -201,12 +201,14 @@ def test_a_draft_depends_on_nothing_behind_it(target, name):
     changed, row = batch.ids.clone(), int(batch.plan.rows[-1][4])
     changed[row + 2 :] = (changed[row + 2 :] + 11) % 131
     other = batch_of(target, head, ids=changed)
-    assert not torch.equal(other.features.aux[row + 2], batch.features.aux[row + 2])
+    assert not torch.equal(
+        other.features.aux_hidden_states[row + 2], batch.features.aux_hidden_states[row + 2]
+    )
     if hasattr(head.config, "block_size"):  # the anchor's own state, which serving does not know
-        noisy = other.features.aux.clone()
+        noisy = other.features.aux_hidden_states.clone()
         noisy[row + 1 :] += 1.0
         shared = other.embed_weight, other.target_rows
-        features = other.features._replace(aux=noisy)
+        features = other.features._replace(aux_hidden_states=noisy)
         other = TTTBatch(changed, other.plan, other.row_weights, features, *shared)
     size = head.config.hidden_size
     with torch.no_grad():
@@ -222,7 +224,7 @@ def test_a_draft_depends_on_nothing_behind_it(target, name):
 def test_rows_are_dropped_at_the_published_shares_and_nested():
     reply, start = torch.zeros(20000, dtype=torch.int64), torch.zeros(20000, dtype=torch.int64)
     drop = RowDrop(RowSampling(0.8, 0.5), seed=0, step=0)
-    plan = plan_row(reply, start, 5, "serving", drop.sampling.shares(5), drop.uniforms([0], [20000]))
+    plan = make_row_plan(reply, start, 5, "serving", drop.sampling.shares(5), drop.uniforms([0], [20000]))
     for depth, share in enumerate((1.0, 0.8, 0.64, 0.512, 0.5)):
         assert plan.counts[depth] / 20000 == pytest.approx(share, abs=0.01)
     for before, after in zip(plan.rows, plan.rows[1:], strict=False):
@@ -271,7 +273,8 @@ LEARNING = {
 
 
 def learn(target, name: str):
-    """A head after so many steps on one packed row, and the share of its matches in the first and last."""
+    """A head after so many steps on one packed sequence, and the share of its matches in the first and
+    last."""
     make, steps, drop, objective, changes = LEARNING[name]
     head = make(target, num_layers=2, **changes).requires_grad_(True)
     optimizer, found = torch.optim.AdamW(head.parameters(), lr=3e-3), []

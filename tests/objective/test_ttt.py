@@ -9,7 +9,7 @@ from tiny import packed_row, tiny_head, tiny_target
 from eagle_kit.config.training import RowSampling
 from eagle_kit.objective.loss import Objective, TTTBatch
 from eagle_kit.objective.row_drop import RowDrop
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import TargetFeatures, capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.ops.rope.reference import rotate
@@ -61,7 +61,7 @@ def dense_oracle(
     position = torch.arange(length) - doc_start
     same = doc_start[:, None] == doc_start[None]
     causal = same & (torch.arange(length)[None] <= torch.arange(length)[:, None])
-    hidden, keys, values, losses = head.fuse(features.aux), [], [], []
+    hidden, keys, values, losses = head.fuse(features.aux_hidden_states), [], [], []
     sa, layer = head.midlayer.self_attn, head.midlayer
     group = sa.num_heads // sa.num_kv_heads
     full = (features.hidden @ target.head_weight.t()).double()
@@ -90,7 +90,7 @@ def dense_oracle(
         hidden = h + layer.mlp(layer.post_attention_layernorm(h))
         if head.config.norm_output:
             hidden = head.norm(hidden)
-        log_q = (head.norm_for_head(hidden) @ head.lm_head.weight.t()).double().log_softmax(-1)
+        log_q = (head.norm_for_lm_head(hidden) @ head.lm_head.weight.t()).double().log_softmax(-1)
         total, count, hits = log_q.new_zeros(()), 0, 0
         theirs = published_mask(reply, doc_start, k)
         for i in range(length - 2 - k):
@@ -100,8 +100,8 @@ def dense_oracle(
                 teacher = full[i + 1 + k]
                 text = int(ids[i + 2 + k])
                 if head.t2d[text if loss == "hard-ce" else teacher.argmax()]:
-                    total = total + row_loss(loss, teacher.softmax(-1), head.target_ids, log_q[i], text)
-                    hits += int(head.target_ids[log_q[i].argmax()] == teacher.argmax())
+                    total = total + row_loss(loss, teacher.softmax(-1), head.token_map, log_q[i], text)
+                    hits += int(head.token_map[log_q[i].argmax()] == teacher.argmax())
         losses.append((total, count, hits))
     return sum(w * t for w, (t, _, _) in zip(step_weights, losses, strict=True)), losses
 
@@ -134,21 +134,21 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows, ratio
     if drop is not None:
         drawn = drop.sampling.shares(STEPS), drop.uniforms([3], [len(ids)])
         kept = torch.stack([drawn[1] < ratio**k for k in range(STEPS)])
-    plan = plan_row(reply, doc_start, STEPS, rows, *drawn)
+    plan = make_row_plan(reply, doc_start, STEPS, rows, *drawn)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     weights = [0.8**k for k in range(STEPS)]
     rows_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
     result = ttt_forward_backward(
         head,
         TTTBatch(
-            ids, plan, rows_weights, features, target.embed_tokens.weight, target.head_weight[head.target_ids]
+            ids, plan, rows_weights, features, target.embed_tokens.weight, target.head_weight[head.token_map]
         ),
         Objective.of(loss, ETA, head, target.head_weight),
     )
     total, per_step = dense_oracle(oracle, target, ids, reply, doc_start, features, weights, loss, rows, kept)
     total.backward()
     assert plan.counts == [count for _, count, _ in per_step] and min(plan.counts) > 5
-    assert drop is None or plan.counts[-1] < 0.6 * plan_row(reply, doc_start, STEPS, rows).counts[-1]
+    assert drop is None or plan.counts[-1] < 0.6 * make_row_plan(reply, doc_start, STEPS, rows).counts[-1]
     assert result.matches.tolist() == [hits for _, _, hits in per_step]
     torch.testing.assert_close(
         result.losses, torch.stack([t.detach() for t, _, _ in per_step]), rtol=1e-5, atol=1e-4
@@ -162,7 +162,7 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows, ratio
 
 def test_published_rows_are_ours_and_those_of_rounds_that_begin_in_the_prompt():
     _, reply, doc_start = packed_row()
-    ours, theirs = (plan_row(reply, doc_start, STEPS, rule) for rule in ("serving", "published"))
+    ours, theirs = (make_row_plan(reply, doc_start, STEPS, rule) for rule in ("serving", "published"))
     assert torch.equal(ours.is_teacher, theirs.is_teacher)  # so captured states serve both
     for k, (mine, published) in enumerate(zip(ours.rows, theirs.rows, strict=True)):
         extra = published[~torch.isin(published, mine)]
@@ -187,7 +187,9 @@ def test_captured_states_are_those_of_each_document_alone():
             (1, 2, 4),
             everywhere[start:stop],
         )
-        torch.testing.assert_close(packed.aux[start:stop], alone.aux, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            packed.aux_hidden_states[start:stop], alone.aux_hidden_states, rtol=1e-4, atol=1e-5
+        )
         assert torch.equal(packed.argmax[start:stop], alone.argmax)
     assert torch.equal(packed.argmax, (packed.hidden @ target.head_weight.t()).argmax(-1))
 
@@ -196,7 +198,7 @@ def test_a_row_without_a_reply_changes_nothing():
     target = tiny_target()
     head = tiny_head(target)
     ids, reply, doc_start = packed_row()
-    plan = plan_row(torch.full_like(reply, -1), doc_start, STEPS)
+    plan = make_row_plan(torch.full_like(reply, -1), doc_start, STEPS)
     features = TargetFeatures(torch.zeros(61, 144), torch.zeros(61, 48), torch.full((61,), -1))
     batch = TTTBatch(
         ids,
@@ -204,7 +206,7 @@ def test_a_row_without_a_reply_changes_nothing():
         [torch.zeros(0)] * 5,
         features,
         target.embed_tokens.weight,
-        target.head_weight[head.target_ids],
+        target.head_weight[head.token_map],
     )
     result = ttt_forward_backward(head, batch)
     assert result.loss == 0.0 and not result.sums.any() and result.sums.shape == (4, 5)

@@ -18,11 +18,11 @@ from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.step_parts import step_attention
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
-from eagle_kit.ops.attention.ttt import plan_rows
+from eagle_kit.ops.attention.ttt import plan_queries
 
 V = 131
 THEIRS = v3(vocab_size=V, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})
@@ -36,7 +36,7 @@ def target() -> LlamaModel:
 
 def ours(head, target, steps: int, weights):
     ids, reply, doc_start = packed_row()
-    plan = plan_row(reply, doc_start, steps)
+    plan = make_row_plan(reply, doc_start, steps)
     features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
     row_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
@@ -131,7 +131,7 @@ def test_an_eagle3_head_with_latent_attention_learns_as_the_dense_oracle(target)
     attention.inner.load_state_dict(oracle.midlayer.self_attn.state_dict())
     ids, _, doc_start = packed_row()
     positions = torch.arange(len(ids)) - doc_start
-    hidden, layer, inputs, total = oracle.fc(features.aux), oracle.midlayer, [], 0.0
+    hidden, layer, inputs, total = oracle.fc(features.aux_hidden_states), oracle.midlayer, [], 0.0
     for step in range(steps):
         normed = layer.hidden_norm(hidden)
         embeds = layer.input_layernorm(target.embed(shifted(ids, 1 + step)))
@@ -139,7 +139,7 @@ def test_an_eagle3_head_with_latent_attention_learns_as_the_dense_oracle(target)
         h = hidden + attention(inputs, masks_of(doc_start, step + 1), positions)
         hidden = h + layer.mlp(layer.post_attention_layernorm(h))
         logits = oracle.norm(hidden) @ oracle.lm_head.weight.t()
-        loss, hits, count = loss_of(logits, target, features, step, oracle.target_ids)
+        loss, hits, count = loss_of(logits, target, features, step, oracle.token_map)
         assert (counts[step], int(result.matches[step])) == (count, hits) and count > 5
         assert float(result.losses[step]) == pytest.approx(float(loss.detach()), rel=1e-5)
         total = total + weights[step] * loss
@@ -223,7 +223,7 @@ def test_narrow_values_are_attended_to_exactly():
 
     q, k, v = draw(4, 6, 20), draw(11, 6, 20), draw(11, 6, 10)
     own_k, own_v = draw(4, 6, 2, 20), draw(4, 6, 2, 10)
-    got = step_attention(q, k, v, own_k, own_v, plan_rows(rows, doc_start), 0.3)
+    got = step_attention(q, k, v, own_k, own_v, plan_queries(rows, doc_start), 0.3)
     expected = []
     for i, row in enumerate(rows.tolist()):
         first = int(doc_start[row])

@@ -81,7 +81,7 @@ def eagle3_equal_to(target: LlamaModel) -> Eagle3Head:
         norm.weight.fill_(1.0)
 
     with_random_map(head, seed=3)
-    head.lm_head.weight.copy_(target.head_weight[head.target_ids])
+    head.lm_head.weight.copy_(target.head_weight[head.token_map])
     return head
 
 

@@ -118,7 +118,7 @@ def another_last_layer(head: Eagle3Head) -> None:
 
 
 def map_one_entry_off(head: Eagle3Head) -> None:
-    head.d2t.copy_(head.target_ids.roll(1) - torch.arange(len(head.d2t)))
+    head.d2t.copy_(head.token_map.roll(1) - torch.arange(len(head.d2t)))
 
 
 def tokens_one_off(head: Eagle3Head) -> None:

@@ -482,7 +482,7 @@ DEEPSEEK = target_of(
 )
 
 
-ROWS = {  # means of the packed rows
+ROWS = {  # means of the packed sequences
     "smollm2-135m": (SMOLLM2, {"tokens": 1000, "supervised": 750, "conversations": 1.3, "mean_context": 300}),
     "deepseek-15m": (DEEPSEEK, {"tokens": 468, "supervised": 349, "conversations": 2.3, "mean_context": 100}),
 }

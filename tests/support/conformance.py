@@ -36,7 +36,7 @@ from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.target import Target
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 
@@ -190,7 +190,7 @@ class Texts:
     def teach_head(self, head: DraftHead, num_updates: int = 10) -> DraftHead:
         """Train a head on the target's distributions by training-time test."""
         target = self.target
-        plan = plan_row(self.number, self.doc_start, 3)
+        plan = make_row_plan(self.number, self.doc_start, 3)
         weights = [torch.full((count,), 1 / count) for count in plan.counts]
         features = capture_features(target, self.ids, self.doc_start, head.capture, plan.is_teacher)
         rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
@@ -304,7 +304,7 @@ class Conformance:
         config = resolved(batch, MAX_CONTEXT, **options)
         shapes = shapes_of(case)
         longest = max(len(prompt) for prompt in self.plain(case["target"], case["text"]).prompts)
-        pages = config.num_pages_of(longest + MAX_TOKENS + config.room(max_steps(shapes)))
+        pages = config.num_pages_of(longest + MAX_TOKENS + config.num_lookahead_tokens(max_steps(shapes)))
         pages = pages if case["pool"] == "small" else pages * batch + 4
         config = resolved(batch, MAX_CONTEXT, **options, kv_tokens=pages * page_size)
 

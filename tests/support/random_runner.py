@@ -57,10 +57,10 @@ class RandomRunner:
         if shape.steps and not ngram:
             self.drafter = SimpleNamespace(check_shape=lambda draft, shape: None, lookback=lookback)
         self.models = SimpleNamespace(drafter=self.drafter)
-        self.kv = SimpleNamespace(numbers_per_token=16)
+        self.kv = SimpleNamespace(values_per_token=16)
         self.device = torch.device("cpu")
 
-    def use_shape(self, shapes, *, reads_confidence=False, by_size=None):
+    def use_shape(self, shapes, *, needs_confidence=False, by_size=None):
         self.steps = max(shape.steps for shape in shapes)
 
     def _token(self):
@@ -75,7 +75,7 @@ class RandomRunner:
                 self.tables[request.sequence.slot] = request.sequence.allocation.table
                 request.on_device.num_pages_written = len(request.sequence.allocation)
 
-    def forget_pages(self, request):
+    def invalidate_pages(self, request):
         request.on_device.num_pages_written = -1
 
     def prefill(self, chunks):
@@ -87,13 +87,13 @@ class RandomRunner:
         ends = [request.num_to_compute == stop for request, _, stop, _ in chunks]
         counts = torch.tensor([int(ends[i] and not r.token_ids) for i, r in enumerate(requests)])
         tokens = torch.tensor([[self._token()] for _ in requests])
-        if chunks[0].states is not None:
+        if chunks[0].state_moves is not None:
             before = dict(self.states)
             for chunk, (token,) in zip(chunks, tokens.tolist(), strict=True):
                 self._move(chunk, before)
                 known = chunk.request.token_ids
                 self.roots[chunk.request.sequence.slot] = known[-1] if known else token
-            written = [number for chunk in chunks for _, number in chunk.states.saves]
+            written = [number for chunk in chunks for _, number in chunk.state_moves.saves]
             assert len(set(written)) == len(written), "two prompts save one state"
         emitted = Emitted(tokens, counts, None, self._is_finite(counts))
         sequences = [request.sequence for request in requests]
@@ -122,13 +122,13 @@ class RandomRunner:
 
     def decode(self, requests, shape, ngram=None):
         width = shape.steps + 1
-        num_drafts = [shape.tokens - 1] * len(requests)
+        num_draft_tokens = [shape.tokens - 1] * len(requests)
         if ngram is not None:
             assert all(request.token_ids for request in requests)
             contexts = [request.tokens(0, request.num_tokens) for request in requests]
             draft = ngram.propose(contexts, shape.tokens, shape.steps)
             assert [row[0] for row in draft.tokens] == [context[-1] for context in contexts]
-            num_drafts = (draft.parents != range(shape.tokens)).sum(1).tolist()
+            num_draft_tokens = (draft.parents != range(shape.tokens)).sum(1).tolist()
         assert len({request.sequence.slot for request in requests}) == len(requests)
         for request in requests:
             assert self.tables[request.sequence.slot] == request.sequence.allocation.table
@@ -143,7 +143,10 @@ class RandomRunner:
             self._decode_states(requests, tokens.tolist(), counts.tolist())
         sequences = [request.sequence for request in requests]
         return Results(
-            requests, sequences, HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))), num_drafts
+            requests,
+            sequences,
+            HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))),
+            num_draft_tokens,
         )
 
 

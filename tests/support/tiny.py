@@ -7,7 +7,7 @@ from eagle_kit.drafts.dspark.head import DSparkConfig, DSparkHead
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.drafts.p_eagle.head import PEagleConfig, PEagleHead
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import DeltaConfig
+from eagle_kit.models.layer_configs import DeltaConfig
 from eagle_kit.models.targets.llama import LlamaModel
 
 

@@ -1,4 +1,4 @@
-"""A packed row for a step of training, small enough to count what a step does."""
+"""A packed sequence for a step of training, small enough to count what a step does."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,8 @@ DRAFT_VOCAB_SIZE = 101
 
 
 class TinyRow:
-    """A data set of packed rows: three documents with a reply each, of two groups; token ids below 101."""
+    """A data set of packed sequences: three documents with a reply each, of two groups; token ids below
+    101."""
 
     groups = ("one", "other")
 

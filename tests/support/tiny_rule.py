@@ -11,9 +11,9 @@ from filelock import FileLock
 from tiny import tiny_head, tiny_target
 from torch.nn import functional as F
 
-from eagle_kit.eval.diagnose.row import Text
+from eagle_kit.eval.diagnose.row import PromptReply
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward
 
@@ -70,13 +70,13 @@ def learned_head(
     rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
     doc_start = torch.arange(ROWS).repeat_interleave(LENGTH + 2) * (LENGTH + 2)
     place = torch.arange(len(doc_start)) - doc_start
-    plan = plan_row(torch.where(place >= 2, doc_start, -1), doc_start, STEPS)
+    plan = make_row_plan(torch.where(place >= 2, doc_start, -1), doc_start, STEPS)
     weights = [torch.full((count,), 1 / count / STEPS) for count in plan.counts]
 
     def loss(text: torch.Tensor) -> torch.Tensor:
         ids = text.reshape(-1)
         features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
-        late = features._replace(aux=features.aux.roll(late_features, 0))
+        late = features._replace(aux_hidden_states=features.aux_hidden_states.roll(late_features, 0))
         embed = target.embed_tokens.weight
         batch = TTTBatch(ids.roll(late_tokens), plan, weights, features, embed, rows, late)
         return ttt_forward(head, batch).loss
@@ -87,10 +87,10 @@ def learned_head(
     return head
 
 
-def texts(count: int = 32, prompt: int = 6) -> list[Text]:
+def texts(count: int = 32, prompt: int = 6) -> list[PromptReply]:
     """Texts that no model learned from."""
     ids = rows_of_text(torch.Generator().manual_seed(11), count, 36).tolist()
-    return [Text(row[:prompt], row[prompt:]) for row in ids]
+    return [PromptReply(row[:prompt], row[prompt:]) for row in ids]
 
 
 def _learn_once(name: str, model, loss: Callable[[torch.Tensor], torch.Tensor], steps: int) -> None:

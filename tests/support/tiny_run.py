@@ -135,7 +135,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Path:
 
 @dataclass
 class PackedRows:
-    """Packed rows in memory, as a training step reads them."""
+    """Packed sequences in memory, as a training step reads them."""
 
     rows: list[SimpleNamespace]
     groups: tuple[str, ...] = ("all",)
@@ -148,7 +148,7 @@ class PackedRows:
 
 
 def packed_row_of(prompt: list[int], reply: list[int]) -> SimpleNamespace:
-    """A packed row of one document: a prompt and the reply to it."""
+    """A packed sequence of one document: a prompt and the reply to it."""
     ids = np.array(prompt + reply, dtype=np.int32)
     is_reply = np.arange(len(ids)) >= len(prompt)
     return SimpleNamespace(

@@ -42,8 +42,8 @@ def trained_models(
         before, after = ids[:, :-1].reshape(-1), ids[:, 1:].reshape(-1)
         with torch.no_grad():
             out = target(before, positions, _causal, head.config.aux_layer_ids)
-            distribution = target.logits(out.hidden)[:, head.target_ids].softmax(-1).view(ROWS, LENGTH, -1)
-        states = head(head.fuse(out.aux), target.embed(after), positions, _causal)
+            distribution = target.logits(out.hidden)[:, head.token_map].softmax(-1).view(ROWS, LENGTH, -1)
+        states = head(head.fuse(out.aux_hidden_states), target.embed(after), positions, _causal)
         logits = head.logits(states).view(ROWS, LENGTH, -1)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), distribution[:, 1:].flatten(0, 1))
 

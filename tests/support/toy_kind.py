@@ -17,7 +17,7 @@ from eagle_kit.drafts.files.config_json import layer_to_dict
 from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.models.blocks.layers import Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig, TargetConfig, TiedArchitecture
-from eagle_kit.models.config_parts import read_size
+from eagle_kit.models.config_values import read_size
 from eagle_kit.models.draft_head import Block, TiedHead
 from eagle_kit.ops.linear import Linear
 
@@ -59,9 +59,9 @@ class ToyHead(TiedHead, Block):
         """The head itself."""
         return [self]
 
-    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, feature: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`."""
-        x = self.fc(torch.cat((embeds, hidden), -1))
+        x = self.fc(torch.cat((embeds, feature), -1))
         return self.norm(x), x
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class _Invented:
         shapes = results.copy.wait()
         rows, length = shapes.tokens.shape
         counts = [rng.randint(1, length) for _ in range(rows)]
-        if results.num_drafts is None:
+        if results.is_prefill:
             ends = zip(results.requests, results.num_computed, strict=True)
             counts = [int(stop == each.num_to_compute and not each.token_ids) for each, stop in ends]
         tokens = np.array([[rng.randrange(vocab_size) for _ in range(length)] for _ in range(rows)])

@@ -23,11 +23,11 @@ from eagle_kit.train.parallel.launch import (
 )
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.metrics import JsonLines
-from eagle_kit.train.run.order import DataOrder, Part
+from eagle_kit.train.run.order import DataOrder, DataPart
 
 
 def order_of(num_rows: int, sequences_per_step: int, seed: int) -> DataOrder:
-    return DataOrder([Part(0, num_rows)], sequences_per_step, seed, num_steps=40)
+    return DataOrder([DataPart(0, num_rows)], sequences_per_step, seed, num_steps=40)
 
 
 def test_every_row_is_taken_once_per_epoch_across_step_borders() -> None:

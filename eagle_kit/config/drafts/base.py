@@ -94,7 +94,9 @@ class CapturedStatesHeadConfig(HeadConfig):
     """Heads that read captured hidden states of the target and may have an output layer of their own."""
 
     draft_vocab_size: int | None = Field(default=None, ge=2)
-    """Size of the draft vocabulary: the most frequent tokens under the loss mask. Null is 8192."""
+    """Size of the draft vocabulary: the most frequent tokens under the loss mask. Null is 8192; the published
+    EAGLE-3 heads have 32,000.
+    """
 
     vocab_map: str | None = None
     """Draft vocabulary to use instead: a file of ``eagle-kit data vocab``, made for the same tokenizer."""
@@ -104,7 +106,8 @@ class CapturedStatesHeadConfig(HeadConfig):
 
     lm_head_init: Literal["target", "random"] = "target"
     """First weights of the output layer: ``target`` copies the target's rows of the draft vocabulary,
-    ``random`` does not.
+    ``random``, as in the code of EAGLE-3, does not. With ``target`` the final norm of EAGLE-3 and P-EAGLE
+    heads begins as the target's, scaled down.
     """
 
     intermediate_size: int | None = Field(default=None, ge=1)

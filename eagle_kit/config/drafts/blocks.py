@@ -1,4 +1,4 @@
-"""Heads that draft blocks of masks behind captured states: DFlash and DSpark."""
+"""Heads that draft blocks of masks after captured states: DFlash and DSpark."""
 
 from typing import ClassVar, Literal
 
@@ -15,10 +15,10 @@ from eagle_kit.core.errors import UserError
 
 
 class BlockTrainingConfig(NoiseTrainingConfig, DPaceTrainingConfig, LossTrainingConfig):
-    """Training of blocks behind anchors."""
+    """Training of blocks after anchors."""
 
     num_anchors: int = Field(default=512, ge=1)
-    """Anchors of a conversation, drawn anew in every optimiser step, each with a block behind it; all tokens
+    """Anchors of a conversation, drawn anew in every optimiser step, each with a block after it; all tokens
     of replies where there are fewer.
     """
 
@@ -29,7 +29,7 @@ class BlockTrainingConfig(NoiseTrainingConfig, DPaceTrainingConfig, LossTraining
 
 
 class DSparkTrainingConfig(BlockTrainingConfig):
-    """Training of blocks behind anchors, and of the confidence in their tokens."""
+    """Training of blocks after anchors, and of the confidence in their tokens."""
 
     confidence_weight: float = Field(default=1.0, gt=0.0)
     """Weight of the cross-entropy between the confidence in a token and that token's acceptance rate."""

@@ -59,7 +59,9 @@ class FusedStatesHeadConfig(CapturedStatesHeadConfig):
     """One RMSNorm over all captured states in front of ``fc`` (the default of speculators)."""
 
     own_embedding: bool = False
-    """Train an embedding of the head's own, which starts as a copy of the target's."""
+    """Train an embedding of the head's own, which starts as a copy of the target's. The published heads read
+    the target's.
+    """
 
 
 class LlamaLayerHeadConfig(FusedStatesHeadConfig):

@@ -64,7 +64,7 @@ class DPaceTrainingConfig(TrainingConfig):
     dpace_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
     """Weigh the steps of each row by the draft's confidence as D-PACE does (arXiv 2605.18810, there 0.5), in
     place of ``step_decay`` and ``step_weights``: the nearer to 1, the less a weak step takes from those
-    behind it. Null does not. See ``eagle_kit/objective/dpace.py``.
+    after it. Null does not. See ``eagle_kit/objective/dpace.py``.
     """
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Packed rows of a source, tokenised once and kept on disk.
+"""Packed sequences of a source, tokenised once and kept on disk.
 
 Legend: n tokens of all conversations, T tokens of a row.
 """
@@ -73,7 +73,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class PartRows:
-    """Packed rows of one source of a mixture. They follow each other, and a row is of one source.
+    """Packed sequences of one source of a mixture. They follow each other, and a row is of one source.
 
     Attributes:
         first: index of the first row.
@@ -113,7 +113,7 @@ class _Summary(BaseModel):
 
 @dataclass
 class PreparedData:
-    """Packed rows on disk.
+    """Packed sequences on disk.
 
     Attributes:
         folder: the cache; ``skipped.txt`` in it lists the records that were left out.
@@ -190,7 +190,7 @@ class PreparedData:
 
     @property
     def documents(self) -> list[list[int]]:
-        """Numbers of the documents of every packed row."""
+        """Numbers of the documents of every packed sequence."""
         return [list(row) for row in self._rows]
 
     def check_rows(self, num_rows: int) -> None:
@@ -210,12 +210,12 @@ class PreparedData:
             )
 
     def row(self, number: int) -> PackedRow:
-        """Packed row ``number``."""
+        """Packed sequence ``number``."""
         documents = self._rows[number]
         return join([self.chat(document) for document in documents], self._groups[documents].tolist())
 
     def row_length(self, number: int) -> int:
-        """Tokens of packed row ``number``."""
+        """Tokens of packed sequence ``number``."""
         length = 0
         for document in self._rows[number]:
             length += int(self._starts[document + 1] - self._starts[document])
@@ -263,7 +263,7 @@ class PreparedData:
 
 
 def leave_out(data: PreparedData, documents: Collection[int], reason: str) -> PreparedData:
-    """The packed rows without some documents, in a folder of their own beside those of ``data``.
+    """The packed sequences without some documents, in a folder of their own beside those of ``data``.
 
     Raises:
         UserError: nothing is left, or the folder cannot be written.
@@ -279,7 +279,7 @@ def leave_out(data: PreparedData, documents: Collection[int], reason: str) -> Pr
                     _write_without(data, frozenset(documents), reason, work)
     except OSError as error:
         raise UserError(
-            f"The packed rows could not be written to {folder} ({error}).",
+            f"The packed sequences could not be written to {folder} ({error}).",
             writing_remedy(error, "set data.cache_dir to another folder"),
         ) from error
     summary = read_object(folder / "summary.json")
@@ -374,7 +374,8 @@ def load_prepared(
     draft_vocab_size: int | None,
     vocab_map: str | Path | None = None,
 ) -> PreparedData:
-    """Load the packed rows in ``folder``. Other arguments and errors are those of :func:`prepare_dataset`."""
+    """Load the packed sequences in ``folder``. Other arguments and errors are those of
+    :func:`prepare_dataset`."""
     try:
         # The summary.
         found = _Summary.model_validate(read_object(folder / "summary.json"), strict=True)

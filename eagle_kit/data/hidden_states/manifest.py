@@ -3,7 +3,7 @@
 ::
 
     manifest.json          this
-    data/                  the packed rows, as the data cache keeps them
+    data/                  the packed sequences, as the data cache keeps them
     states-*.safetensors   shards, see shards.py
 """
 
@@ -56,14 +56,14 @@ TypeName = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32"
 
 
 class DataFile(BaseModel):
-    """Size and checksum of a file of the packed rows."""
+    """Size and checksum of a file of the packed sequences."""
 
     bytes: Count
     sha256: str
 
 
 class StoredData(BaseModel):
-    """The packed rows; their settings are compared where they are used."""
+    """The packed sequences; their settings are compared where they are used."""
 
     source: Any
     max_length: int
@@ -179,7 +179,7 @@ def check_fields(
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of the packed rows' files in ``folder``."""
+    """Size and SHA-256 of the packed sequences' files in ``folder``."""
     described: dict[str, dict[str, Any]] = {}
     for name in DATA_FILES:
         path = folder / name
@@ -189,8 +189,8 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_data_files(folder: Path, manifest: Mapping[str, Any], *, whole: bool) -> None:
-    """Raise UserError for a file of the packed rows that is missing or of another size. With ``whole``, files
-    are read and their checksums compared too."""
+    """Raise UserError for a file of the packed sequences that is missing or of another size. With ``whole``,
+    files are read and their checksums compared too."""
     for name, about in manifest["data"]["files"].items():
         check_name(name, folder / NAME)
         path = folder / DATA / name

@@ -24,7 +24,7 @@ class Shard(NamedTuple):
     """A file of captured states.
 
     Attributes:
-        rows: packed rows in it, ascending.
+        rows: packed sequences in it, ascending.
         tokens: number of their tokens.
         bytes: size of the file.
         sha256: checksum of its tensors.

@@ -1,6 +1,7 @@
-"""Captured states on disk: the results of the target's forward for every packed row, so that it runs once.
+"""Captured states on disk: the results of the target's forward for every packed sequence, so that it runs
+once.
 
-A store is a folder of shards (``shards.py``), a manifest (``manifest.py``) and the packed rows: all that
+A store is a folder of shards (``shards.py``), a manifest (``manifest.py``) and the packed sequences: all that
 training needs, here or on another machine. A shard is written under another name and renamed, so every shard
 is whole, and any number of processes may write different rows.
 
@@ -58,7 +59,7 @@ WITHOUT_STORE = "choose another disk with --out, or data.cache_dir for the cache
 
 
 class StateStore:
-    """Encoded tensors of packed rows by row number. Nothing is written before the first :meth:`flush`.
+    """Encoded tensors of packed sequences by row number. Nothing is written before the first :meth:`flush`.
 
     With a ``manifest`` the store may grow: a damaged shard is renamed with a warning, so that its rows are
     captured again. Without one the store is only read, and a damaged shard is an error.
@@ -66,7 +67,7 @@ class StateStore:
     Args:
         folder: of the store. If there is a manifest in it, that store is opened.
         manifest: describes the states that will be added; None to read an existing store.
-        data_folder: the packed rows, copied into a new store.
+        data_folder: the packed sequences, copied into a new store.
         shard_bytes: largest size of a shard of more than one row.
         layer_ids: the captured layers to read, in this order, of a store that is only read; None reads all of
             them.
@@ -171,7 +172,7 @@ class StateStore:
         """Encode ``tensors`` and add them to the buffer; write a shard whenever it is full.
 
         Args:
-            rows: numbers of the packed rows; those that are stored already are skipped.
+            rows: numbers of the packed sequences; those that are stored already are skipped.
             lengths: tokens of each row.
             tensors: of all rows end to end along dimension 0.
 
@@ -275,7 +276,8 @@ class StateStore:
         return [captured.index(layer) for layer in layer_ids]
 
     def _start(self) -> None:
-        """Make the folder, its manifest and the copy of the packed rows, unless a process has made them."""
+        """Make the folder, its manifest and the copy of the packed sequences, unless a process has made
+        them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._adopt_manifest():
             return

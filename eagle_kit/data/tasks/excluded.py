@@ -46,7 +46,7 @@ class ExcludedSets:
 
     @property
     def identity(self) -> list[Any]:
-        """The part of a fingerprint of packed rows that these sets decide; empty without sets."""
+        """The part of a fingerprint of packed sequences that these sets decide; empty without sets."""
         return [RULE, *self.about.values()] if self.tasks else []
 
     def check(self, record: Record) -> None:

@@ -161,7 +161,8 @@ def mbpp_turn(record: dict[str, Any]) -> str:
     2108.07732)."""
     text = record.get("text", record.get("prompt"))
     tests = record["test_list"]
-    if not isinstance(text, str) or not isinstance(tests, list) or not all(isinstance(t, str) for t in tests):
+    has_tests = isinstance(tests, list) and all(isinstance(test, str) for test in tests)
+    if not isinstance(text, str) or not has_tests:
         raise Unusable("a text or tests that are not text")
     return f"{text.strip()} Your code should pass these tests:\n\n" + "\n".join(tests)
 

@@ -1,8 +1,8 @@
 """Capture of the target's states over every packed row into a store, by its own forward or by another engine.
 
-Any number of processes share the rows, row r belongs to process r mod n; what is stored already is not done
-again. A process that is killed loses the rows of the shard it was at. A target that processes share
-(``training.target_placement=fsdp`` or ``tensor-parallel``) runs in all of them or in none, so they keep step.
+Any number of processes share the rows: row r belongs to process r mod n, and stored rows are not computed
+again. A process that is killed loses the rows of its unfinished shard. Processes that share the target
+(``training.target_placement=fsdp`` or ``tensor-parallel``) run it together, so each runs it equally often.
 """
 
 import datetime
@@ -29,6 +29,7 @@ from eagle_kit.data.hidden_states.format import bytes_per_token
 from eagle_kit.data.hidden_states.store import SHARD_BYTES, StateStore
 from eagle_kit.datagen.hidden_states.drive_vllm import compute_states
 from eagle_kit.datagen.hidden_states.files import FINAL, FileLayout, FileSource, StateFiles
+from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.loader import load_target, target_fingerprint
 from eagle_kit.objective.batch import make_micro_batch
 from eagle_kit.objective.target_features import capture_features
@@ -40,7 +41,6 @@ from eagle_kit.train.parallel.placement import place_target
 from eagle_kit.train.parallel.processes import largest, make_process_state, watching, with_precision
 from eagle_kit.train.plan.costs import capture_flops, data_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
-from eagle_kit.train.plan.sizes import HeadArchitecture
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.new_head import head_architecture
 from eagle_kit.train.run.progress import format_seconds
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 CHECKED_GAP = 0.1
-"""Relative distance up to which two engines' states of a layer are the same, in bf16 or quantised."""
+"""Relative distance up to which two engines' states of a layer count as equal, in bf16 or quantised."""
 ANOTHER_OUT = "Give another folder with --out."
 
 
@@ -60,11 +60,11 @@ class CaptureOptions:
     """Settings of a capture besides the config.
 
     Attributes:
-        out: the store, made or continued.
+        out: folder of the store, which is created or continued.
         shard: ``(i, n)``: these processes take the i-th of n parts of the rows, i in [0, n).
         dry_run: print the estimate and stop.
-        verify: read every byte of the store when it is whole.
-        shard_bytes: most bytes of a shard that has more than one row.
+        verify: read every byte of the store once it is complete.
+        shard_bytes: maximum size of a shard that has more than one row.
         arguments: config file and overrides, for :attr:`command`.
         other: engine that computes the states; None computes them here.
     """
@@ -79,28 +79,36 @@ class CaptureOptions:
 
     @property
     def command(self) -> str:
-        """Command that goes on with this capture."""
-        part, parts = self.shard
-        shard = ("--shard", f"{part}/{parts}") if parts > 1 else ()
-        action, more = ("capture", ()) if self.other is None else (self.other.action, self.other.arguments)
-        words = ["eagle-kit", "data", action, *self.arguments, "--out", str(self.out), *shard, *more]
+        """Command line that continues this capture."""
+        action = "capture"
+        more: tuple[str, ...] = ()
+        if self.other is not None:
+            action = self.other.action
+            more = self.other.arguments
+        words = ["eagle-kit", "data", action, *self.arguments, "--out", str(self.out)]
+        part, num_parts = self.shard
+        if num_parts > 1:
+            words += ["--shard", f"{part}/{num_parts}"]
+        words += more
         return shlex.join(words)
 
 
 @dataclass(frozen=True)
 class OtherEngine:
-    """An engine that computes the states in place of the target's forward here.
+    """An engine that computes the hidden states in place of our own forward of the target.
 
     Attributes:
-        action: of ``eagle-kit data``, and its ``arguments``.
-        folder: files with states; None computes them by vLLM, beside the store.
-        python: of an environment with vLLM; None reads what is in ``folder``.
-        layers: what lies beside one another in the files; None is what the head needs, in ascending order.
-        convention: of :class:`~eagle_kit.datagen.hidden_states.files.FileLayout`.
+        action: action of ``eagle-kit data`` that was called.
+        arguments: its arguments, for :attr:`CaptureOptions.command`.
+        folder: folder of the engine's files; None has vLLM write them, beside the store.
+        python: Python of an environment with vLLM; None reads the files in ``folder``.
+        layers: layers of the states in the files, in their order; None is those that the head needs,
+            ascending.
+        convention: see :class:`~eagle_kit.datagen.hidden_states.files.FileLayout`.
         engine_args: further arguments of vLLM's ``LLM``.
-        checks: compare one text with the target's forward here, which takes all its weights.
-        max_missing: texts whose states may be missing or unusable in ``folder``; they are left out. All
-            files are read once more to find them.
+        checks: compare the states of one packed row with our own forward, which loads the whole target.
+        max_missing: maximum number of texts that are left out because ``folder`` has no usable states of
+            them. Above 0, all files are read once more to find these texts.
     """
 
     action: str
@@ -114,8 +122,8 @@ class OtherEngine:
     max_missing: int = 0
 
     @property
-    def made(self) -> dict[str, Any]:
-        """What is kept of it beside the states."""
+    def origin(self) -> dict[str, Any]:
+        """Fields about this engine in the section ``made`` of the manifest."""
         layers = None if self.layers is None else list(self.layers)
         return {
             "engine": "vLLM" if self.python else "unknown",
@@ -125,10 +133,13 @@ class OtherEngine:
 
 
 def capture(config: TrainConfig, options: CaptureOptions) -> int:
-    """Capture what ``options.out`` lacks; returns 0 when this process's part is there, 130 when interrupted.
+    """Capture the hidden states that ``options.out`` lacks.
+
+    Returns:
+        Exit code: 0 if the rows of this process are stored, 130 if the capture was interrupted.
 
     Raises:
-        UserError: settings or data that cannot be used, a store of other states in ``out``, too little room.
+        UserError: settings or data cannot be used, ``out`` holds other states, or the disk is too small.
     """
     if config.data.store is not None:
         raise UserError(
@@ -136,84 +147,106 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
         )
     out = expand(options.out)
     _check_out(out)
-    config, process = with_precision(config), make_process_state(config)
+    config = with_precision(config)
+    process = make_process_state(config)
     remedy = "Lower data.max_length, or set training.target_placement to auto, fsdp or tensor-parallel."
     with watching(config, process), out_of_memory("capturing states", remedy):
         return _capture(config, options, process, out)
 
 
 def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialState", out: Path) -> int:
-    """:func:`capture` in each of the processes."""
-    drives_engine = options.other is not None and options.other.python is not None
-    if drives_engine and process.num_processes > 1:
+    """Run :func:`capture` in one of the processes."""
+    other = options.other
+    drives_vllm = other is not None and other.python is not None
+    if drives_vllm and process.num_processes > 1:
         raise UserError(
             f"{process.num_processes} processes would each start vLLM.",
             "Start one without a launcher, on each machine with its --shard.",
         )
-    made = {"engine": "eagle-kit"} if options.other is None else options.other.made
-    unjudged = config.model_copy(update={"judge": config.judge.model_copy(update={"every": 0})})
-    found = load_components(unjudged, process, with_layers=options.other is None)
-    place_target(found.target, unjudged, process)
-    draft = head_architecture(config, found.target.config, found.tokenizer)
-    if options.other is not None and options.other.max_missing:
-        found = _without_missing(found, draft, options.other)
+
+    # Target, data and head. Without validation, the target is not loaded a second time for it.
+    without_judge = config.model_copy(update={"judge": config.judge.model_copy(update={"every": 0})})
+    components = load_components(without_judge, process, with_layers=other is None)
+    place_target(components.target, without_judge, process)
+    draft = head_architecture(config, components.target.config, components.tokenizer)
+    if other is not None and other.max_missing:
+        components = _without_missing(components, draft, other)
+
+    # The store, created or continued.
+    origin: dict[str, Any] = {"engine": "eagle-kit"}
+    if other is not None:
+        origin = other.origin
     manifest = states_manifest(
         config,
-        found,
+        components,
         draft,
         command=options.command,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=describe_versions(),
-        **made,
+        **origin,
     )
-    _check_engine(out, made)
-    store = StateStore(out, manifest, found.data.folder, shard_bytes=options.shard_bytes)
-    missing, (part, parts) = store.missing(), options.shard
-    count = process.num_processes
-    mine = [row for row in missing if row % (parts * count) == part * count + process.process_index]
+    _check_origin(out, origin)
+    store = StateStore(out, manifest, components.data.folder, shard_bytes=options.shard_bytes)
+
+    # Rows of this process: every shard has a part of the rows, and its processes share them.
+    missing = store.missing()
+    part, num_parts = options.shard
+    num_shares = num_parts * process.num_processes
+    share = part * process.num_processes + process.process_index
+    mine = [row for row in missing if row % num_shares == share]
     if process.is_main_process:
-        print(_estimate(config, found, store, draft, missing, len(mine)), flush=True)
+        print(_estimate(config, components, store, draft, missing, len(mine)), flush=True)
     if options.dry_run:
         return 0
-    if options.other is None:
-        source = state_source(found.target, config.training.target_placement, found.cut)
+
+    # Capture them row by row.
+    if other is None:
+        source = state_source(components.target, config.training.target_placement, components.cut)
     else:
-        source = _foreign(config, found, draft, options)
+        source = _file_source(config, components, draft, options, other)
     promise = "this row is finished and the shard is written first"
     with Interrupt(announce=process.is_main_process, promise=promise) as interrupt:
-        keeps_step = config.training.shares_target
-        for row in _rows_to_run(mine, keeps_step, interrupt, process):
-            micro_batch = make_micro_batch(found.data, [0 if row is None else row], 1, process.device)
+        for row in _rows_to_run(mine, config.training.shares_target, interrupt, process):
+            # A process without a row left runs row 0, because the others wait for its part of the target.
+            number = 0 if row is None else row
+            micro_batch = make_micro_batch(components.data, [number], 1, process.device)
             features = source.states(micro_batch, draft.aux_layer_ids)
             if row is not None:
-                store.add([row], micro_batch.lengths, features._asdict())
+                store.add([row], micro_batch.lengths, features.to_stored())
         store.flush()
     return _conclude(store, options, interrupt.requested, process)
 
 
-def _layout(other: OtherEngine, draft: HeadArchitecture, last: int) -> FileLayout:
-    """What lies in the files of an engine. Raises UserError where they lack a layer that the head needs."""
-    layers = other.layers or tuple(sorted({*draft.aux_layer_ids, last}))
+def _layout(other: OtherEngine, draft: HeadArchitecture, num_layers: int) -> FileLayout:
+    """Layout of the files of ``other``. Raises UserError if they lack a layer that the head needs."""
+    layers = other.layers or tuple(sorted({*draft.aux_layer_ids, num_layers}))
     layout = FileLayout(layers, other.convention)
-    layout.places(draft.aux_layer_ids, last)
+    layout.find(draft.aux_layer_ids, num_layers)
     return layout
 
 
 def _without_missing(
-    found: TrainingComponents, draft: HeadArchitecture, other: OtherEngine
+    components: TrainingComponents, draft: HeadArchitecture, other: OtherEngine
 ) -> TrainingComponents:
-    """The data without the texts whose states cannot be had. Raises UserError for more than are allowed."""
+    """Leave out the texts without usable states. Raises UserError if they are more than ``max_missing``."""
     assert other.folder is not None
-    layout = _layout(other, draft, found.target.config.num_layers)
+    data = components.data
+    target = components.target.config
+    layout = _layout(other, draft, target.num_layers)
     files = StateFiles(other.folder, skips_broken=True)
+
+    # Read the states of every text once.
     missing: dict[int, UserError] = {}
-    for document in (document for row in found.data.documents for document in row):
-        try:
-            files.read(found.data.chat(document).ids, len(layout.layers), found.target.config.hidden_size)
-        except UserError as error:
-            missing[document] = error
+    for documents in data.documents:
+        for document in documents:
+            try:
+                files.read(data.chat(document).ids, len(layout.layers), target.hidden_size)
+            except UserError as error:
+                missing[document] = error
     if not missing:
-        return found
+        return components
+
+    # Leave out what is missing.
     first = next(iter(missing.values()))
     if len(missing) > other.max_missing:
         raise UserError(
@@ -222,129 +255,191 @@ def _without_missing(
             first.remedy,
         )
     print(f"{len(missing)} texts are left out; the first: {first.cause}", flush=True)
-    return replace(found, data=leave_out(found.data, missing, "their states are missing or unusable"))
+    return replace(components, data=leave_out(data, missing, "their states are missing or unusable"))
 
 
-def _foreign(
-    config: TrainConfig, found: TrainingComponents, draft: HeadArchitecture, options: CaptureOptions
+def _file_source(
+    config: TrainConfig,
+    components: TrainingComponents,
+    draft: HeadArchitecture,
+    options: CaptureOptions,
+    other: OtherEngine,
 ) -> FileSource:
-    """Files of another engine, computed now if it is to be driven; one text of them is checked."""
-    other, target = options.other, found.target
-    assert other is not None
-    last = target.config.num_layers
-    layout = _layout(other, draft, last)
-    layers = layout.layers
+    """Open the files of ``other``, which vLLM writes first if ``other`` has no folder.
+
+    Raises:
+        UserError: vLLM fails, the files cannot be used, or their states are not those of the target.
+    """
+    target = components.target
+    layout = _layout(other, draft, target.config.num_layers)
     folder = other.folder
     if folder is None:
-        assert other.python is not None
-        numbers = [int(layer) for layer in layers]
-        dtype = "bfloat16" if config.training.precision == "bfloat16" else "float32"
-        made = json.dumps([target_fingerprint(found.folder), numbers, dtype, other.engine_args])
-        folder = options.out.with_name(
-            f"{options.out.name}.vllm-{hashlib.sha256(made.encode()).hexdigest()[:12]}"
-        )
-        texts = folder.with_name(folder.name + ".texts.jsonl")
-        part, parts = options.shard
-        count, longest = write_texts(found.data, texts, range(part, len(found.data), parts))
-        bytes_ahead = (
-            count * longest * len(numbers) * target.config.hidden_size * target.head_weight.element_size()
-        )
-        check_disk_space(folder, bytes_ahead, ANOTHER_OUT)
-        print(
-            f"vLLM writes its states to {folder}, which may be removed when the store is whole.", flush=True
-        )
-        where = other.python, found.folder, texts, folder
-        compute_states(*where, numbers, dtype, longest, count, engine_args=other.engine_args)
+        folder = _run_vllm(config, components, layout, options, other)
     source = FileSource(StateFiles(folder, skips_broken=other.max_missing > 0), layout, target)
     if other.checks:
-        check_against_target(source, found, draft.aux_layer_ids)
+        check_against_target(source, components, draft.aux_layer_ids)
     return source
 
 
-def _check_engine(out: Path, made: dict[str, Any]) -> None:
-    """Raise UserError where ``out`` holds states that another engine, or this one otherwise, has made."""
-    before = (state_manifest.read_manifest(out) or {}).get("made", made)
+def _run_vllm(
+    config: TrainConfig,
+    components: TrainingComponents,
+    layout: FileLayout,
+    options: CaptureOptions,
+    other: OtherEngine,
+) -> Path:
+    """Have vLLM compute the states of this shard's texts; returns the folder of its files.
+
+    Raises:
+        UserError: the disk is too small, or vLLM cannot be started or fails.
+    """
+    assert other.python is not None
+    target = components.target
+    layers = [int(layer) for layer in layout.layers]
+    dtype = "bfloat16" if config.training.precision == "bfloat16" else "float32"
+
+    # A folder beside the store, for these weights and settings alone: an interrupted run continues in it.
+    settings = json.dumps([target_fingerprint(components.folder), layers, dtype, other.engine_args])
+    key = hashlib.sha256(settings.encode()).hexdigest()[:12]
+    folder = options.out.with_name(f"{options.out.name}.vllm-{key}")
+
+    # Texts of this shard, and room for their states.
+    texts = folder.with_name(folder.name + ".texts.jsonl")
+    part, num_parts = options.shard
+    num_texts, longest = write_texts(components.data, texts, range(part, len(components.data), num_parts))
+    state_size = target.config.hidden_size * target.head_weight.element_size()
+    check_disk_space(folder, num_texts * longest * len(layers) * state_size, ANOTHER_OUT)
+
+    # Compute them.
+    print(f"vLLM writes its states to {folder}, which may be removed when the store is whole.", flush=True)
+    compute_states(
+        python=other.python,
+        model=components.folder,
+        texts=texts,
+        out=folder,
+        layers=layers,
+        dtype=dtype,
+        max_length=longest,
+        num_texts=num_texts,
+        engine_args=other.engine_args,
+    )
+    return folder
+
+
+def _check_origin(out: Path, origin: dict[str, Any]) -> None:
+    """Raise UserError if the states in ``out`` are of another engine, or of other layers of its files."""
+    manifest = state_manifest.read_manifest(out) or {}
+    before = manifest.get("made", origin)
     for name in ("engine", "layers", "convention"):
-        if before.get(name, made.get(name)) != made.get(name):
+        now = origin.get(name)
+        if before.get(name, now) != now:
             raise UserError(
-                f"The states in {out} were made with {name} {before[name]}, and now it is {made.get(name)}.",
+                f"The states in {out} were made with {name} {before[name]}, and now it is {now}.",
                 ANOTHER_OUT,
             )
 
 
 def write_texts(data: PreparedData, path: Path, rows: Sequence[int] | None = None) -> tuple[int, int]:
-    """Write every text of packed ``rows`` (default all) once, as lines of ``{"input_ids"}`` -> their number
-    and the tokens of the longest."""
-    seen: set[bytes] = set()
+    """Write every distinct text of some packed rows as a line ``{"input_ids": [...]}``.
+
+    Args:
+        rows: numbers of the packed rows; None is all of them.
+
+    Returns:
+        Number of texts, and tokens of the longest.
+    """
+    if rows is None:
+        rows = range(len(data))
+    written: set[bytes] = set()
     longest = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as work, work.open("w", encoding="utf-8") as file:
-        for row in range(len(data)) if rows is None else rows:
+        for row in rows:
             packed = data.row(row)
             starts = np.unique(packed.doc_start)
             for ids in np.split(np.asarray(packed.ids), starts[1:]):
-                if (key := ids.tobytes()) not in seen:
-                    seen.add(key)
-                    longest = max(longest, len(ids))
-                    file.write(json.dumps({"input_ids": ids.tolist()}) + "\n")
-    return len(seen), longest
+                key = ids.tobytes()
+                if key in written:
+                    continue
+                written.add(key)
+                longest = max(longest, len(ids))
+                file.write(json.dumps({"input_ids": ids.tolist()}) + "\n")
+    return len(written), longest
 
 
-def check_against_target(source: FileSource, found: TrainingComponents, layer_ids: tuple[int, ...]) -> None:
-    """Compare the states of one packed row with those of the target's forward here.
+def check_against_target(
+    source: FileSource, components: TrainingComponents, layer_ids: tuple[int, ...]
+) -> None:
+    """Compare the states of one packed row with those of our own forward of the target.
 
     Raises:
-        UserError: they are other layers' states, or another model's.
+        UserError: they are states of other layers, or of another model.
     """
-    config = found.target.config
-    device, dtype = found.target.embed_tokens.weight.device, found.target.embed_tokens.weight.dtype
-    batch = make_micro_batch(found.data, [0], 1, device)
-    theirs = source.states(batch, layer_ids)
-    target = load_target(found.folder, dtype=dtype, device=device)
+    config = components.target.config
+    weight = components.target.embed_tokens.weight
+    micro_batch = make_micro_batch(components.data, [0], 1, weight.device)
+    given = source.states(micro_batch, layer_ids)
+
+    # Inputs of all layers, by our own forward.
+    target = load_target(components.folder, dtype=weight.dtype, device=weight.device)
     everything = tuple(range(config.num_layers + 1))
-    ours = capture_features(target, batch.ids, batch.doc_start, everything, batch.plan.teacher_positions)
-    states = ours.aux.split(config.hidden_size, -1)
-    for layer, state in zip(layer_ids, theirs.aux.split(config.hidden_size, -1), strict=True):
-        if (gap := _gap(state, states[layer])) > CHECKED_GAP:
-            nearest = min(everything, key=lambda other: _gap(state, states[other]))
-            is_other = _gap(state, states[nearest]) <= CHECKED_GAP
-            raise UserError(
-                f"The states given for the input of layer {layer} are "
-                + (f"the input of layer {nearest}" if is_other else f"{gap:.0%} off those of the target here")
-                + ".",
-                "Name layers and convention as the engine had them (--layers, --convention)."
-                if is_other
-                else "Compute them with the same weights and the same texts.",
-            )
-    if (gap := _gap(theirs.hidden, ours.hidden)) > CHECKED_GAP:
+    teachers = micro_batch.plan.teacher_positions
+    computed = capture_features(target, micro_batch.ids, micro_batch.doc_start, everything, teachers)
+    inputs = computed.aux_hidden_states.split(config.hidden_size, -1)
+
+    # Captured layers.
+    for layer, state in zip(layer_ids, given.aux_hidden_states.split(config.hidden_size, -1), strict=True):
+        gap = _gap(state, inputs[layer])
+        if gap > CHECKED_GAP:
+            raise _not_the_input(layer, state, inputs, gap)
+
+    # Final hidden states.
+    gap = _gap(given.hidden, computed.hidden)
+    if gap > CHECKED_GAP:
         raise UserError(
             f"The last states are {gap:.0%} off those of the target here, behind its final norm.",
             f"Name the last layer's output as layer {config.num_layers}, or as {FINAL} where it was normed.",
         )
 
 
+def _not_the_input(layer: int, state: torch.Tensor, inputs: Sequence[torch.Tensor], gap: float) -> UserError:
+    """Error for states that are not the input of ``layer``; it names the layer whose input they are."""
+    gaps = [_gap(state, each) for each in inputs]
+    nearest = min(range(len(inputs)), key=gaps.__getitem__)
+    actual = f"{gap:.0%} off those of the target here"
+    remedy = "Compute them with the same weights and the same texts."
+    if gaps[nearest] <= CHECKED_GAP:
+        actual = f"the input of layer {nearest}"
+        remedy = "Name layers and convention as the engine had them (--layers, --convention)."
+    return UserError(f"The states given for the input of layer {layer} are {actual}.", remedy)
+
+
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Distance of ``a`` from ``b`` beside the size of ``b``, the median over tokens."""
+    """Relative distance of ``a`` from ``b``, both ``[T, H]``: the median over tokens."""
     distance = (a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1).clamp(min=1e-12)
     return float(distance.median())
 
 
 def _rows_to_run(
-    mine: Sequence[int], keeps_step: bool, interrupt: Interrupt, process: "PartialState"
+    mine: Sequence[int], shares_target: bool, interrupt: Interrupt, process: "PartialState"
 ) -> Iterator[int | None]:
-    """Rows of this process, with a progress bar, until all are done or a signal came.
+    """Rows of this process, with a progress bar, until all are done or a signal arrives.
 
-    With ``keeps_step``, every process runs for every row: those that have none left get None, and a signal to
-    one is a signal to all.
+    Processes that share the target run it together, equally often: one without a row left gets None, and a
+    signal to one of them stops them all.
     """
     from tqdm import tqdm
 
-    idle = int(largest(process, len(mine))) - len(mine) if keeps_step else 0
+    num_idle = 0
+    if shares_target:
+        num_idle = int(largest(process, len(mine))) - len(mine)
+    rows: list[int | None] = [*mine, *[None] * num_idle]
+
     shown = process.is_local_main_process
     with tqdm(total=len(mine), unit="row", desc="capturing", dynamic_ncols=True, disable=not shown) as bar:
         left = TimeLeft(len(mine))
-        for row in (*mine, *[None] * idle):
-            if keeps_step:
+        for row in rows:
+            if shares_target:
                 interrupt.requested = largest(process, interrupt.requested) > 0
             if interrupt.requested:
                 return
@@ -355,16 +450,18 @@ def _rows_to_run(
 
 
 def _conclude(store: StateStore, options: CaptureOptions, interrupted: bool, process: "PartialState") -> int:
-    """Close the store when it is whole; say how to go on when it is not."""
-    total = store.manifest["data"]["rows"]
-    missing = store.missing()
+    """Close the store if it is complete, else print how to go on; returns the exit code."""
+    num_rows = store.manifest["data"]["rows"]
+    num_missing = len(store.missing())
     if interrupted:
         again = go_on(options.command, os.environ)
-        print(f"{total - len(missing)} of {total} rows are in {store.folder}. {again}")
+        print(f"{num_rows - num_missing} of {num_rows} rows are in {store.folder}. {again}")
         return INTERRUPTED
-    if missing:
-        print(f"This part is done; {store.folder} waits for {len(missing)} of {total} rows of other parts.")
+    if num_missing:
+        print(f"This part is done; {store.folder} waits for {num_missing} of {num_rows} rows of other parts.")
         return 0
+
+    # All rows are there.
     store.finish()
     store = StateStore(store.folder)
     if process.is_main_process:
@@ -375,7 +472,7 @@ def _conclude(store: StateStore, options: CaptureOptions, interrupted: bool, pro
 
 
 def verify(store: StateStore) -> None:
-    """Read every byte of a store, with a progress bar. Raises UserError for the first that differs."""
+    """Read every byte of a store, with a progress bar. Raises UserError for the first shard that differs."""
     from tqdm import tqdm
 
     with tqdm(store.shards(), unit="shard", desc="verifying", dynamic_ncols=True) as bar:
@@ -383,9 +480,11 @@ def verify(store: StateStore) -> None:
 
 
 def summary(store: StateStore) -> str:
-    """Contents of a store, for people."""
+    """Contents of a store as text."""
     about: dict[str, Any] = store.manifest
-    data, target, shards = about["data"], about["target"], store.shards()
+    data = about["data"]
+    target = about["target"]
+    shards = store.shards()
     tokens = sum(shard.tokens for shard in shards)
     revision = f" at {target['revision']}" if target["revision"] else ""
     return "\n".join(
@@ -403,31 +502,46 @@ def summary(store: StateStore) -> str:
 
 def _estimate(
     config: TrainConfig,
-    found: TrainingComponents,
+    components: TrainingComponents,
     store: StateStore,
     draft: HeadArchitecture,
     missing: Sequence[int],
     num_mine: int,
 ) -> str:
-    """Rows and bytes to come over all processes, and the time of this one. Raises UserError when the disk has
-    no room for all missing rows."""
-    data, training, target = found.data, config.training, found.target
-    sizes = len(draft.aux_layer_ids), target.config.hidden_size
-    per_token = bytes_per_token(training.state_format, training.precision, *sizes)
+    """Describe rows and bytes to come over all processes, and the time of this one.
+
+    Args:
+        missing: rows that the store lacks.
+        num_mine: number of them that this process computes.
+
+    Raises:
+        UserError: the disk is too small for the missing rows.
+    """
+    data = components.data
+    training = config.training
+    target = components.target
+
+    # Disk. A new store also has a copy of the packed rows.
+    num_aux_layers = len(draft.aux_layer_ids)
+    hidden_size = target.config.hidden_size
+    per_token = bytes_per_token(training.state_format, training.precision, num_aux_layers, hidden_size)
+    in_float32 = bytes_per_token("computed", "float32", num_aux_layers, hidden_size)
     num_bytes = sum(data.row_length(row) for row in missing) * per_token
     if not state_manifest.read_manifest(store.folder):
         num_bytes += 8 * data.num_tokens
     check_disk_space(store.folder, num_bytes + store.shard_bytes, ANOTHER_OUT)
     free = shutil.disk_usage(nearest_folder(store.folder)).free
+
+    # Time.
     weight = target.embed_tokens.weight
     rate = measure_matmul_rate(weight.device, weight.dtype)
     flops = num_mine * capture_flops(target.config, data_workload(config, data, 1))
     time = format_seconds(flops / (rate * EXPECTED_EFFICIENCY))
-    share = per_token / bytes_per_token("computed", "float32", *sizes)
     return "\n".join(
         (
             f"rows    {len(missing)} to capture, {len(data) - len(missing)} found",
-            f"disk    {num_bytes / 1e9:.3f} GB to come ({share:.0%} of float32), {free / 1e9:.1f} free",
+            f"disk    {num_bytes / 1e9:.3f} GB to come ({per_token / in_float32:.0%} of float32), "
+            f"{free / 1e9:.1f} free",
             f"time    {time} for the rows of this process, at {EXPECTED_EFFICIENCY:.0%} of "
             f"{rate / 1e9:.0f} GFLOP/s, measured now; writing is not counted",
         )
@@ -435,11 +549,13 @@ def _estimate(
 
 
 def _check_out(out: Path) -> None:
-    """Raise UserError when ``out`` is something else than a store or a place for one."""
+    """Raise UserError if ``out`` is neither a store nor a place for one."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file.", ANOTHER_OUT)
-    visible = [path for path in out.iterdir() if not path.name.endswith(".partial")] if out.exists() else []
-    is_store = (out / state_manifest.NAME).exists() or all(p.name == state_manifest.DATA for p in visible)
-    if not is_store:
-        raise UserError(f"{out} holds something else than captured states.", ANOTHER_OUT)
+
+    # A folder without a manifest may hold the data folder of a store that was begun, and nothing else.
+    if out.exists() and not (out / state_manifest.NAME).exists():
+        for path in out.iterdir():
+            if path.name != state_manifest.DATA and not path.name.endswith(".partial"):
+                raise UserError(f"{out} holds something else than captured states.", ANOTHER_OUT)
     check_writable(out, ANOTHER_OUT)

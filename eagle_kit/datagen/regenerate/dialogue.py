@@ -22,26 +22,32 @@ DEEDS = r"help|assist|comply|provide|fulfil|create|generate|engage|answer|discus
 REFUSAL = re.compile(
     rf"\A\W*(?:{OPENING}.{{0,60}}?\b)?{CANNOT} (?:\w+ )?(?:{DEEDS})(?! but\b)", re.IGNORECASE | re.DOTALL
 )
-"""Beginning of a refusal, as English replies have it; a rule of thumb. Files of patterns add to it."""
+"""Beginning of a refusal in English, a heuristic. Files of patterns add to it."""
 CUT = ("length", "context")
-"""Finish reasons of a reply cut at ``max_tokens``, and at the end of the engine's context."""
+"""Finish reasons of a reply that was cut at ``max_tokens`` or at the end of the engine's context."""
 FAILED = ("error", "abort")
-"""Finish reasons of a reply that is never kept: the target failed, or somebody ended it."""
-TRUNCATED, REFUSED = "a reply was cut at max_tokens or the context's end", "a reply refuses"
+"""Finish reasons of a reply that is always left out: the target failed, or the request was aborted."""
+TRUNCATED = "a reply was cut at max_tokens or the context's end"
+REFUSED = "a reply refuses"
 EMPTY = "a reply is empty"
+ASKERS = ("user", "tool")
+"""Roles of messages that are answered."""
 
 
 @dataclass
 class Dialogue:
-    """A conversation being answered.
+    """A conversation in the course of regeneration.
 
     Attributes:
-        prompt: what has been said, tools, and arguments of the chat template.
-        waiting: messages to put before each reply that is still to be made, oldest first: a human turn, or
-            the recorded results of tools.
-        sample: which of several conversations from the same prompt.
-        category: of the record, or empty.
-        left_out: why its last reply is left out, or empty.
+        id: id of the record.
+        prompt: messages so far, tools, and arguments of the chat template.
+        waiting: messages before each reply that is not generated yet, oldest first: a human turn, or the
+            recorded results of tools.
+        sample: number of this conversation among several from the same record.
+        category: category of the record, or empty.
+        finish_reasons: finish reason of every reply.
+        ids: token ids of the last prompt and its reply, if they are known.
+        left_out: reason why the last reply was left out, or empty.
         first: the first human turn.
     """
 
@@ -58,54 +64,70 @@ class Dialogue:
         self.first = next(texts(self.waiting), "")
 
     def params(self, sampling: SamplingParams) -> SamplingParams:
-        """Parameters of the next reply, whose seed is a hash of the run's seed and all that was said."""
-        asked = self.ask()
-        more = [list(asked.tools), dict(asked.chat_template_kwargs), self.sample]
-        said = [sampling.seed, list(asked.messages), *(more if any(more) else ())]
-        text = json.dumps(said, ensure_ascii=False)
+        """Parameters of the next reply. Its seed is a hash of the run's seed and the prompt."""
+        prompt = self.next_prompt()
+        hashed: list[Any] = [sampling.seed, list(prompt.messages)]
+        more = [list(prompt.tools), dict(prompt.chat_template_kwargs), self.sample]
+        if any(more):
+            hashed += more
+        text = json.dumps(hashed, ensure_ascii=False)
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
         return replace(sampling, seed=seed)
 
-    def ask(self) -> ChatPrompt:
+    def next_prompt(self) -> ChatPrompt:
         """The prompt of the next reply."""
         return replace(self.prompt, messages=[*self.prompt.messages, *self.waiting[0]])
 
-    def take(self, reply: Reply, *, refusals: Sequence[re.Pattern[str]], skip_truncated: bool) -> None:
-        """Put the next messages and their reply into the conversation; a cut, empty, failed or unwanted reply
-        ends it, and all but the cut are left out; of a cut reply, a thought alone is no empty one.
+    def add_reply(self, reply: Reply, *, refusals: Sequence[re.Pattern[str]], skip_truncated: bool) -> None:
+        """Append the next messages and their reply, or leave the reply out.
+
+        A reply that is left out ends the conversation, and so does one that was cut.
 
         Args:
-            refusals: beginnings of replies that are left out.
-            skip_truncated: leave out cut replies.
+            refusals: patterns of replies that are left out.
+            skip_truncated: leave out replies that were cut.
         """
+        # Replies that are left out.
         if reply.finish_reason in FAILED:
             return self.end(f"a reply ended with {reply.finish_reason}")
         if skip_truncated and reply.finish_reason in CUT:
             return self.end(TRUNCATED)
         if is_refusal(reply.text, refusals):
             return self.end(REFUSED)
+
+        # A reply that was cut may have a thought alone.
         is_whole = reply.finish_reason in WHOLE
-        if not (reply.text.strip() or reply.tool_calls or (reply.reasoning and not is_whole)):
+        has_thought = bool(reply.reasoning) and not is_whole
+        if not (reply.text.strip() or reply.tool_calls or has_thought):
             return self.end(EMPTY)
-        said: Message = {"role": "assistant", "content": reply.text}
+
+        # The message.
+        message: Message = {"role": "assistant", "content": reply.text}
         if reply.reasoning is not None:
-            said["reasoning_content"] = reply.reasoning
+            message["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
-            said["tool_calls"] = reply.tool_calls
+            message["tool_calls"] = reply.tool_calls
         if reply.generated is not None:
-            said["generated"] = reply.generated
-        self.prompt = replace(self.prompt, messages=[*self.ask().messages, said])
+            message["generated"] = reply.generated
+        self.prompt = replace(self.prompt, messages=[*self.next_prompt().messages, message])
         self.waiting = self.waiting[1:] if is_whole else []
         self.finish_reasons.append(reply.finish_reason)
         self.ids = reply.ids or []
 
     def end(self, reason: str = "") -> None:
-        """Ask for no further reply, for a reason that is counted."""
-        self.waiting, self.left_out = [], reason
+        """End the conversation before its next reply.
+
+        Args:
+            reason: reason in the list of what was left out; empty is not listed.
+        """
+        self.waiting = []
+        self.left_out = reason
 
     def line(self, with_ids: bool) -> str:
-        """Line of the file."""
-        record: dict[str, Any] = {"id": self.id} | ({"category": self.category} if self.category else {})
+        """Line of the file of replies."""
+        record: dict[str, Any] = {"id": self.id}
+        if self.category:
+            record["category"] = self.category
         record["messages"] = on_the_wire(self.prompt.messages)
         if self.prompt.tools:
             record["tools"] = list(self.prompt.tools)
@@ -114,38 +136,53 @@ class Dialogue:
         if self.sample:
             record["sample"] = self.sample
         record["finish_reasons"] = self.finish_reasons
-        return json.dumps(record | ({"ids": self.ids} if with_ids else {}), ensure_ascii=False) + "\n"
+        if with_ids:
+            record["ids"] = self.ids
+        return json.dumps(record, ensure_ascii=False) + "\n"
 
     def left_out_line(self) -> str:
         """Line of the list of what was left out."""
-        about = {"id": self.id, "first": self.first, "sample": self.sample, "reason": self.left_out}
-        return json.dumps(about | {"replies_kept": len(self.finish_reasons)}, ensure_ascii=False) + "\n"
+        record = {
+            "id": self.id,
+            "first": self.first,
+            "sample": self.sample,
+            "reason": self.left_out,
+            "replies_kept": len(self.finish_reasons),
+        }
+        return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def is_refusal(text: str, patterns: Sequence[re.Pattern[str]] = (REFUSAL,)) -> bool:
-    """True for a reply that begins as one of ``patterns``; what was thought before it does not count, and
-    ``’`` is ``'``."""
+    """True if one of ``patterns`` matches the beginning of a reply, behind its thought.
+
+    The pattern sees ``'`` in place of ``’``.
+    """
     text = text.rpartition(END_THINK)[2].lstrip().replace("’", "'")
     return any(pattern.match(text) is not None for pattern in patterns)
 
 
 def read_refusals(path: Path) -> tuple[str, ...]:
-    """Patterns of refusals out of a file: a regular expression of Python a line; empty lines and those that
-    begin with ``#`` are none. Raises UserError for one that is no regular expression."""
+    """Read patterns of refusals from a file, a regular expression of Python on each line.
+
+    Empty lines and lines that begin with ``#`` are skipped.
+
+    Raises:
+        UserError: a line is no regular expression, or the file has none.
+    """
     remedy = "Write a regular expression of Python on each line."
-    found = []
+    patterns = []
     for number, line in enumerate(read_text(path, remedy).splitlines(), 1):
-        if (pattern := line.strip()) and not pattern.startswith("#"):
-            try:
-                refusal_pattern(pattern)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise UserError(
-                    f"{path}, line {number}, is no regular expression ({error}).", remedy
-                ) from None
-            found.append(pattern)
-    if not found:
+        pattern = line.strip()
+        if not pattern or pattern.startswith("#"):
+            continue
+        try:
+            refusal_pattern(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}, is no regular expression ({error}).", remedy) from None
+        patterns.append(pattern)
+    if not patterns:
         raise UserError(f"{path} has no pattern.", remedy)
-    return tuple(found)
+    return tuple(patterns)
 
 
 def refusal_pattern(text: str) -> re.Pattern[str]:
@@ -154,29 +191,45 @@ def refusal_pattern(text: str) -> re.Pattern[str]:
 
 
 def script(conversation: Conversation, max_turns: int) -> tuple[list[Message], list[list[Message]]]:
-    """Messages before the first human turn, and those before each reply: a human turn each, up to an empty
-    one or ``max_turns`` of them, or results of tools as they were recorded."""
+    """Cut a conversation at its replies.
+
+    Args:
+        max_turns: maximum number of human turns; the conversation ends before an empty one.
+
+    Returns:
+        Messages before the first human turn, and a block of messages before each reply: a human turn, or the
+        recorded results of tools.
+    """
     roles = [message["role"] for message in conversation.messages]
     first = roles.index("user")
     blocks: list[list[Message]] = []
-    num_turns, is_open = 0, False
+    num_turns = 0
+    last_asker = ""  # role of the last human turn or result of a tool in an open block
+    is_open = False
     for message in conversation.messages[first:]:
-        if message["role"] == "assistant":
+        # A reply closes the block.
+        role = message["role"]
+        if role == "assistant":
             is_open = False
             continue
-        if message["role"] == "user":
+        if role == "user":
             num_turns += 1
             if num_turns > max_turns or not message["content"].strip():
                 break
-        before = [each["role"] for each in blocks[-1] if each["role"] in ("user", "tool")] if is_open else []
-        wants_reply = (
-            message["role"] in ("user", "tool") and before and (message["role"], before[-1]) != ("tool",) * 2
-        )
-        if not is_open or wants_reply:
+
+        # A block has one human turn, or the results of several tools.
+        if not is_open:
+            blocks.append([])
+            last_asker = ""
+        elif role in ASKERS and last_asker and not (role == last_asker == "tool"):
             blocks.append([])
         blocks[-1].append(message)
         is_open = True
-    while blocks and not any(each["role"] in ("user", "tool") for each in blocks[-1]):
+        if role in ASKERS:
+            last_asker = role
+
+    # Messages behind the last of them get no reply.
+    while blocks and not any(each["role"] in ASKERS for each in blocks[-1]):
         blocks.pop()
     return list(conversation.messages[:first]), blocks
 

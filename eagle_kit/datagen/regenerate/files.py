@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_writable, parse_json, read_object, writing_remedy
@@ -13,18 +13,26 @@ from eagle_kit.core.files import check_writable, parse_json, read_object, writin
 T = TypeVar("T")
 ANOTHER_FILE = "Give --out another file."
 Key = tuple[str, str, int]
-"""A conversation's id, its first human turn, since ids alone need not be different, and the sample."""
+"""Identity of a conversation: id, first human turn (because ids may repeat), and number of the sample."""
 LATER_SETTINGS: dict[str, Any] = {
-    **{"samples": 1, "chat_template_kwargs": [], "skip_refusals": False, "skip_truncated": False},
+    "samples": 1,
+    "chat_template_kwargs": [],
+    "skip_refusals": False,
+    "skip_truncated": False,
     "refusals": [],
-    **{"near_duplicates": None, "test_prompts": "none"},
+    "near_duplicates": None,
+    "test_prompts": "none",
 }
-"""Settings that files of before they existed were made with."""
+"""Settings that older files lack, with the values that those had."""
 
 
 def check_out(path: Path) -> None:
-    """Raise UserError when ``path`` could not be made or appended to, or is no JSONL file, whose ending the
-    names of the files beside it are made of and training reads it by; nothing is made."""
+    """Check that replies can be written to ``path``; no file is created.
+
+    Raises:
+        UserError: the file could not be created or appended to, or its name does not end in ``.jsonl``. The
+            files beside it are named after it, and training reads it by its ending.
+    """
     if path.is_dir():
         raise UserError(f"{path} is a folder.", ANOTHER_FILE)
     if path.suffix != ".jsonl":
@@ -33,13 +41,15 @@ def check_out(path: Path) -> None:
 
 
 class NotWritten(UserError):
-    """A file of a regeneration could not be written. It may end in a part of a line, which the next run
-    removes."""
+    """A file of a regeneration could not be written.
+
+    It may end in a part of a line, which the next run removes.
+    """
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise NotWritten, which names ``path``, where a file of it cannot be written inside."""
+    """Context that raises :class:`NotWritten` if a file of the replies ``path`` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -50,7 +60,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, lines: str) -> None:
-    """Write lines behind those of ``path``, if there are any, onto the disk."""
+    """Append ``lines`` to ``path`` and flush them to the disk; without lines, no file is created."""
     if lines:
         with path.open("a", encoding="utf-8") as file:
             file.write(lines)
@@ -64,22 +74,28 @@ def settings_path(path: Path) -> Path:
 
 
 def manifest_path(path: Path) -> Path:
-    """File that says what was done for ``path``, and how much was left out."""
+    """File with the counts of the replies in ``path``, and of what was left out."""
     return path.with_suffix(".manifest.json")
 
 
 def left_out_path(path: Path) -> Path:
-    """File with the conversations that are not in ``path``, or not to their ends, for their replies."""
+    """File with the conversations that were left out of ``path``, or shortened, because of a reply."""
     return path.with_suffix(".left-out.jsonl")
 
 
 def check_settings(path: Path, settings: dict[str, Any], num_found: int) -> None:
-    """Raise UserError when the replies of an earlier run were made with other settings.
+    """Compare the settings of an earlier run with those of now; an empty value is not compared.
 
     Args:
-        num_found: conversations that it wrote or left out; of 0 there is nothing to compare.
+        settings: settings of now.
+        num_found: conversations that the earlier run wrote or left out; with 0 nothing is compared.
+
+    Raises:
+        UserError: a setting differs.
     """
-    before = LATER_SETTINGS | read_object(settings_path(path), ANOTHER_FILE) if num_found else {}
+    if not num_found:
+        return
+    before = LATER_SETTINGS | read_object(settings_path(path), ANOTHER_FILE)
     for name, value in settings.items():
         if before.get(name, value) != value and "" not in (before[name], value):
             raise UserError(
@@ -89,57 +105,89 @@ def check_settings(path: Path, settings: dict[str, Any], num_found: int) -> None
 
 
 def read_done(path: Path) -> Counter[Key]:
-    """Count the conversations in an earlier run's file. Raises UserError for another file."""
+    """Count the conversations in the file of an earlier run. Raises UserError for another file."""
 
     def read(record: dict[str, Any]) -> Key:
-        record["finish_reasons"]
-        turns = (turn["content"] for turn in record["messages"] if turn["role"] == "user")
-        return str(record["id"]), str(next(turns)), int(record.get("sample", 0))
+        record["finish_reasons"]  # only files of regeneration have them
+        turns = [message for message in record["messages"] if message["role"] == "user"]
+        return str(record["id"]), str(turns[0]["content"]), int(record.get("sample", 0))
 
     return Counter(_read_lines(path, read))
 
 
-def read_left_out(path: Path) -> list[tuple[Key, str, bool]]:
-    """Conversations that an earlier run left out, or ended, for a reply, the reason, and whether earlier
-    replies of it were kept. Raises UserError for another file."""
+class LeftOut(NamedTuple):
+    """A conversation that an earlier run left out or shortened.
 
-    def read(about: dict[str, Any]) -> tuple[Key, str, bool]:
-        key = str(about["id"]), str(about["first"]), int(about["sample"])
-        return key, str(about["reason"]), bool(about["replies_kept"])
+    Attributes:
+        key: its identity.
+        reason: why its last reply was left out.
+        is_shortened: True if earlier replies of it were written.
+    """
+
+    key: Key
+    reason: str
+    is_shortened: bool
+
+
+def read_left_out(path: Path) -> list[LeftOut]:
+    """Read the list of what an earlier run left out. Raises UserError for another file."""
+
+    def read(record: dict[str, Any]) -> LeftOut:
+        key = (str(record["id"]), str(record["first"]), int(record["sample"]))
+        return LeftOut(key, str(record["reason"]), bool(record["replies_kept"]))
 
     return _read_lines(path, read)
 
 
 def count_replies(path: Path, tokenizer: Any) -> tuple[int, int]:
-    """Number of conversations in a file of replies, and of the tokens that their target wrote; 0 without a
-    file. Raises UserError for another file."""
+    """Count conversations and reply tokens in a file of replies. Raises UserError for another file.
+
+    Returns:
+        Number of conversations, and of the tokens that the target generated; zeros if there is no file.
+    """
     conversations = _read_lines(path, lambda record: record["messages"])
-    turns = [turn for messages in conversations for turn in messages if turn["role"] == "assistant"]
-    if not turns:
+    texts = []
+    for messages in conversations:
+        for message in messages:
+            if message["role"] == "assistant":
+                texts.append(message.get("generated", message["content"]))
+    if not texts:
         return len(conversations), 0
-    texts = [turn.get("generated", turn["content"]) for turn in turns]
     return len(conversations), sum(len(ids) for ids in tokenizer(texts)["input_ids"])
 
 
 def _read_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
-    """Lines of an earlier run's file through ``read``, its half-written last line cut off; none where there
-    is no file. Raises UserError for another file."""
+    """Read the lines of an earlier run's file, and cut a half-written last line off.
+
+    Args:
+        read: turns the object of a line into an entry of the result.
+
+    Returns:
+        The entries; none if there is no file.
+
+    Raises:
+        UserError: the file cannot be read, or is not one of regeneration.
+    """
     if not path.exists():
         return []
     try:
         text = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.", ANOTHER_FILE) from error
-    whole = text.rfind(b"\n") + 1
-    found = []
-    for number, line in enumerate(text[:whole].splitlines(), start=1):
+
+    # Whole lines.
+    size = text.rfind(b"\n") + 1
+    entries = []
+    for number, line in enumerate(text[:size].splitlines(), start=1):
         try:
-            found.append(read(parse_json(line, path)))
-        except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+            entries.append(read(parse_json(line, path)))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise UserError(
                 f"{path}, line {number}, was not written by regeneration.", ANOTHER_FILE
             ) from None
-    if whole < len(text):
+
+    # The rest is half a line.
+    if size < len(text):
         with path.open("r+b") as file:
-            file.truncate(whole)
-    return found
+            file.truncate(size)
+    return entries

@@ -1,12 +1,12 @@
 """Replies by the target itself: the human turns of a conversation source, answered by our engine or a server.
 
-A draft is judged by the target's own replies, so it should learn from those; the replies of ShareGPT are
-another model's. Results of tools stay where they were recorded, and the turns around them are said anew. The
-result is a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines, with category, tools and arguments
-of the chat template where there are any, in the order of the source, which the data reader takes as it is. A
-line is written as soon as its conversation and those before it are answered, so a run that was broken off
-goes on where it stopped. Every reply has a seed of its own, a hash of the run's seed and of all that was
-said before: a reply is the same in any batch, shard or session, with a draft and without.
+A draft predicts the target's own replies, so it is trained on those; the replies of ShareGPT are another
+model's. Results of tools stay as they were recorded, and the replies around them are generated. The result is
+a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines, with category, tools and arguments of the chat
+template if there are any, in the order of the source; the data reader reads it as it is. A line is written
+as soon as its conversation and those before it are answered, so an interrupted run continues. The seed of a
+reply is a hash of the run's seed and the prompt: the reply is the same in any batch, shard or session, with
+a draft and without.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ from eagle_kit.datagen.regenerate.responder import Reply, Responder
 from eagle_kit.report.stages import TimeLeft, mute, say
 
 GROUP_FACTOR = 8
-"""Conversations answered together per running request, so that short replies do not leave the batch empty."""
+"""Conversations of a group for each running request, so that short replies do not leave the batch empty."""
 TOO_LONG = "the prompt of a later turn is longer than max_prompt_tokens, or than the target's context"
 
 
@@ -57,25 +57,26 @@ class RegenerateOptions:
     """Conversations to answer, and the decoding of replies.
 
     Attributes:
-        sampling: of every reply; its seed is hashed into the reply's own. A conversation ends with a reply
-            that was cut at ``max_tokens``.
-        limit: most conversations that are answered, those of earlier runs and those left out for their
-            replies included; None answers all.
-        max_turns: human turns answered per conversation.
-        max_prompt_tokens: a turn whose prompt, earlier turns included, is longer than this, or than the
-            responder takes, ends its conversation.
+        sampling: parameters of every reply; its seed is hashed into that of the reply. A reply that was cut
+            at ``max_tokens`` ends its conversation.
+        limit: maximum number of conversations, with those of earlier runs and those that were left out
+            because of a reply; None is unbounded.
+        max_turns: maximum number of human turns of a conversation.
+        max_prompt_tokens: maximum length of a prompt, earlier turns included. A longer one, or one that the
+            responder does not take, ends its conversation.
         with_ids: also write ``ids``, the tokens of the last prompt and its reply.
-        samples: conversations from each one of the source.
+        samples: conversations that are generated from each one of the source.
         chat_template_kwargs: variants of the chat template's arguments, one of which is drawn for every
-            conversation and sample; a record's own come first.
-        skip_refusals, skip_truncated: leave out replies that refuse, or were cut, and what follows them.
-        refusals: patterns of beginnings of refusals beside the English ones
+            conversation and sample; the arguments of a record take precedence.
+        skip_refusals: leave out refusals and the turns after them.
+        skip_truncated: leave out replies that were cut.
+        refusals: patterns of refusals besides the English ones
             (:func:`~eagle_kit.datagen.regenerate.dialogue.read_refusals`).
-        near_duplicates: leave out conversations whose human turns are as similar to those of an earlier one,
-            by Jaccard similarity; None leaves out the same ones only.
-        test_prompts: prompts of evaluation sets; conversations that hold one are left out.
-        shard: ``(i, n)``: this process answers every n-th conversation, from the i-th, i in [0, n). Files of
-            all shards together are what one process would have written.
+        near_duplicates: Jaccard similarity of human turns from which on a conversation is left out as a
+            duplicate of an earlier one; None leaves out equal ones only.
+        test_prompts: prompts of evaluation sets; conversations that contain one are left out.
+        shard: ``(i, n)``: this process answers every n-th conversation, from the i-th, i in [0, n). The files
+            of all shards together equal the file of one process.
     """
 
     sampling: SamplingParams
@@ -112,20 +113,31 @@ class RegenerateOptions:
                 raise UserError(f"{name} is {value}.", "Give a number of at least one.")
 
     def settings(self, source: str, target: str) -> dict[str, Any]:
-        """Everything that decides the replies, as it is kept beside them."""
-        about = asdict(self) | asdict(self.sampling)
-        free = ("limit", "sampling", "test_prompts")
-        about = {name: value for name, value in about.items() if name not in free}
-        about["chat_template_kwargs"] = [variant.model_dump() for variant in self.chat_template_kwargs]
-        told = json.dumps(self.test_prompts).encode()
-        about["test_prompts"] = hashlib.sha256(told).hexdigest()[:16] if self.test_prompts else "none"
-        return json.loads(json.dumps({"source": str(source), "target": target, **about}))
+        """Everything that decides the replies, as it is written beside them."""
+        options = asdict(self) | asdict(self.sampling)
+        for name in ("limit", "sampling", "test_prompts"):
+            del options[name]
+        options["chat_template_kwargs"] = [variant.model_dump() for variant in self.chat_template_kwargs]
+        options["test_prompts"] = "none"
+        if self.test_prompts:
+            prompts = json.dumps(self.test_prompts).encode()
+            options["test_prompts"] = hashlib.sha256(prompts).hexdigest()[:16]
+        return json.loads(json.dumps({"source": str(source), "target": target, **options}))
 
 
 @dataclass
 class RegenerateReport:
-    """Conversations and tokens that a call wrote, conversations found in the file already, and what replies
-    of all calls were left out, by reason: of them whole conversations, and the ends of others."""
+    """Counts of a regeneration.
+
+    Attributes:
+        num_written: conversations that this call wrote.
+        num_found: conversations that earlier calls wrote.
+        left_out: conversations that all calls left out because of their first reply, by reason.
+        shortened: conversations that all calls ended before a later reply, by reason.
+        num_reply_tokens: tokens of the replies of this call.
+        stats: acceptance of a draft in this call.
+        skipped: records of the source that were not answered.
+    """
 
     num_written: int = 0
     num_found: int = 0
@@ -136,8 +148,7 @@ class RegenerateReport:
     skipped: SkipLog = field(default_factory=SkipLog)
 
     def manifest(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """What was done: ``not_answered`` counts records of the source as far as it was read, ``left_out``
-        and ``shortened`` conversations for their replies."""
+        """Contents of the manifest. ``not_answered`` counts records of the source as far as it was read."""
         return {
             "settings": settings,
             "conversations": self.num_found + self.num_written,
@@ -148,10 +159,12 @@ class RegenerateReport:
         }
 
     def __str__(self) -> str:
-        """Reply tokens, and the accept length of a draft: without one every verify emits one token."""
-        is_drafted = self.stats.num_emitted_tokens > self.stats.num_verifies
-        accept = f", accept length {self.stats.accept_length:.2f}" if is_drafted else ""
-        return f"{self.num_reply_tokens} reply tokens{accept}"
+        """Reply tokens, and the accept length of a draft."""
+        text = f"{self.num_reply_tokens} reply tokens"
+        has_draft = self.stats.num_emitted_tokens > self.stats.num_verifies
+        if has_draft:
+            text += f", accept length {self.stats.accept_length:.2f}"
+        return text
 
 
 def regenerate(
@@ -163,26 +176,25 @@ def regenerate(
     target: str = "",
     progress: bool = True,
 ) -> RegenerateReport:
-    """Have ``responder`` answer the human turns of ``source``, and append the conversations to ``out``, as
-    the only process that does.
+    """Have ``responder`` answer the human turns of ``source``, and append the conversations to ``out``.
 
     Conversations with the same system messages, tools, arguments of the chat template and first ``max_turns``
-    human turns are answered once.
-    Beside ``out`` are kept the settings that decide the replies, in ``NAME.settings.json``; what was left out
-    for its replies, in ``NAME.left-out.jsonl``; and what was done, in ``NAME.manifest.json``.
+    human turns are answered once. Beside ``out`` are the settings that decide the replies, in
+    ``NAME.settings.json``; the conversations that were left out or shortened because of a reply, in
+    ``NAME.left-out.jsonl``; and the counts, in ``NAME.manifest.json``.
 
     Args:
-        responder: the target in our engine, with or without a draft: the replies are the same; or a server.
-        source: as :func:`eagle_kit.data.chat.records.read_conversations` takes it.
-        out: a JSONL file, made or continued; a half-written last line is dropped.
+        responder: the target in our engine, with or without a draft (the replies are the same), or a server.
+        source: source of :func:`eagle_kit.data.chat.records.read_conversations`.
+        out: a JSONL file, which is created or continued; a half-written last line is removed.
         options: conversations and decoding.
-        target: fingerprint of its weights, or what is known of a server's; empty is not compared.
-        progress: show a bar.
+        target: fingerprint of the target's weights, or a description of the server's; empty is not compared.
+        progress: show a progress bar.
 
     Raises:
-        UserError: an unreadable source, or an ``out`` that holds something else, replies that were made
-            otherwise, with the setting, or is being written, or is gone while its list of what was left out
-            is there.
+        UserError: the source cannot be read; or ``out`` is another kind of file, has replies of other
+            settings, is written by another process, or is missing while its list of left out conversations
+            exists.
     """
     path = Path(out)
     check_out(path)
@@ -194,41 +206,46 @@ def regenerate(
 def _continue(
     responder: Responder, source: str, path: Path, options: RegenerateOptions, target: str, progress: bool
 ) -> RegenerateReport:
-    """Answer the conversations that ``path`` lacks; the caller is its only writer."""
+    """:func:`regenerate` as the only writer of ``path``."""
     from tqdm import tqdm
 
-    # Read what was done before.
+    # Read the files of earlier calls.
     report = RegenerateReport()
     done = read_done(path)
     report.num_found = sum(done.values())
     settings = options.settings(source, target)
-    left_out = left_out_path(path)
-    not_again = read_left_out(left_out)
-    if not_again and not path.exists():
+    manifest = manifest_path(path)
+    left_out_file = left_out_path(path)
+    left_out_before = read_left_out(left_out_file)
+    if left_out_before and not path.exists():
         raise UserError(
-            f"{left_out} lists what was left out of {path}, which does not exist.",
+            f"{left_out_file} lists what was left out of {path}, which does not exist.",
             f"Remove it to begin anew, or restore {path.name}.",
         )
-    check_settings(path, settings, report.num_found + len(not_again))
+    check_settings(path, settings, report.num_found + len(left_out_before))
 
-    # Count what was left out before; it is not asked again.
-    shortened: Counter[Key] = Counter()
-    for key, reason, is_shortened in not_again:
-        if not is_shortened:
-            report.left_out[reason] += 1
-        elif shortened[key] < done[key]:  # a process can be killed between this line and its replies
-            report.shortened[reason] += 1
-            shortened[key] += 1
-    done.update(key for key, _, is_shortened in not_again if not is_shortened)
+    # Count what was left out before; it is not asked again. A process can be killed between writing that a
+    # conversation is shortened and writing the conversation, which is then answered again.
+    num_shortened: Counter[Key] = Counter()
+    for each in left_out_before:
+        if not each.is_shortened:
+            report.left_out[each.reason] += 1
+        elif num_shortened[each.key] < done[each.key]:
+            report.shortened[each.reason] += 1
+            num_shortened[each.key] += 1
+    done.update(each.key for each in left_out_before if not each.is_shortened)
 
-    # Nothing is left: at most the manifest is written.
-    left = None if options.limit is None else max(options.limit - sum(done.values()), 0)
+    # Nothing is left: at most the manifest is written. The first dialogue is asked for because the records
+    # before it are counted as not answered.
+    left = None
+    if options.limit is not None:
+        left = max(options.limit - sum(done.values()), 0)
     dialogues = _new_dialogues(responder, source, options, done, report.skipped)
     if left == 0:
-        if not _is_told(manifest_path(path), report):
-            next(dialogues, None)  # counts what is not answered
+        if not _is_current(manifest, report):
+            next(dialogues, None)
             with writing(path):
-                write_json_atomically(manifest_path(path), report.manifest(settings), indent=1)
+                write_json_atomically(manifest, report.manifest(settings), indent=1)
         return report
 
     # The settings are on the disk before the first reply is.
@@ -243,43 +260,53 @@ def _continue(
     with tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar:
 
         def write(unwritten: deque[Dialogue], is_last: bool = False) -> None:
+            """Write the conversations that have ended: those before the first that has not, or with
+            ``is_last`` all of them."""
             bar.set_postfix_str(str(report))
-            if is_last:  # the others will not be answered now
-                ready = [dialogue for dialogue in unwritten if not dialogue.waiting]
+            if is_last:
+                ended = [dialogue for dialogue in unwritten if not dialogue.waiting]
             else:
-                ready = list(takewhile(lambda dialogue: not dialogue.waiting, unwritten))
-            if not ready:
+                ended = list(takewhile(lambda dialogue: not dialogue.waiting, unwritten))
+            if not ended:
                 return
-            for dialogue in ready:
+            for dialogue in ended:
                 unwritten.remove(dialogue)
-            replied = [dialogue for dialogue in ready if dialogue.finish_reasons]
+
+            # Write them.
+            replied = [dialogue for dialogue in ended if dialogue.finish_reasons]
             with writing(path):
-                append(left_out, "".join(each.left_out_line() for each in ready if each.left_out))
+                append(left_out_file, "".join(each.left_out_line() for each in ended if each.left_out))
                 append(path, "".join(each.line(options.with_ids) for each in replied))
+
+            # Count them.
             report.num_written += len(replied)
-            for dialogue in ready:
-                if dialogue.left_out:
-                    kind = report.shortened if dialogue.finish_reasons else report.left_out
-                    kind[dialogue.left_out] += 1
-            bar.update(len(ready))
+            for dialogue in ended:
+                if not dialogue.left_out:
+                    continue
+                if dialogue.finish_reasons:
+                    report.shortened[dialogue.left_out] += 1
+                else:
+                    report.left_out[dialogue.left_out] += 1
+            bar.update(len(ended))
 
         try:
             while group := deque(islice(dialogues, GROUP_FACTOR * responder.batch_size)):
                 try:
                     _answer(responder, list(group), options, report, partial(write, group), time_left)
-                except NotWritten:  # nothing may come behind half a line
+                except NotWritten:  # the file may end in half a line, and nothing may follow that
                     raise
                 except BaseException:
                     write(group, is_last=not responder.repeats)
                     raise
         finally:
             with writing(path):
-                write_json_atomically(manifest_path(path), report.manifest(settings), indent=1)
+                write_json_atomically(manifest, report.manifest(settings), indent=1)
     return report
 
 
-def _is_told(manifest: Path, report: RegenerateReport) -> bool:
-    """Return False if the process before was killed behind its last line, and has not written what it did."""
+def _is_current(manifest: Path, report: RegenerateReport) -> bool:
+    """True if the manifest has the counts of ``report``; False if an earlier process was killed before it
+    could write them."""
     if not manifest.exists():
         return False
     found = read_object(manifest)
@@ -295,14 +322,17 @@ def _answer(
     write: Callable[[], None],
     time_left: TimeLeft,
 ) -> None:
-    """Answer every turn of ``group``, turn by turn; counts reply tokens and acceptance in ``report``.
+    """Answer the conversations of ``group``, turn by turn.
 
     Args:
-        write: called when conversations may have been answered to their end.
+        report: counts reply tokens and acceptance.
+        write: called when conversations may have ended.
         time_left: counts replies as shares of their conversations.
     """
     longest = _longest_prompt(responder, options)
-    refusals = [REFUSAL, *map(refusal_pattern, options.refusals)] if options.skip_refusals else []
+    refusals = []
+    if options.skip_refusals:
+        refusals = [REFUSAL, *map(refusal_pattern, options.refusals)]
     while any(dialogue.waiting for dialogue in group):
         # Prompts of the next turn, without those that are too long.
         asking = []
@@ -311,11 +341,11 @@ def _answer(
             if not dialogue.waiting:
                 continue
             try:
-                size = responder.num_tokens(dialogue.ask())
+                size = responder.num_tokens(dialogue.next_prompt())
             except PromptError as error:  # a result of a tool that was not called, say
                 dialogue.end(error.cause)
                 continue
-            if (size or 0) > longest:
+            if size is not None and size > longest:
                 dialogue.end(TOO_LONG)
                 continue
             asking.append(dialogue)
@@ -325,6 +355,7 @@ def _answer(
         def take(
             i: int, reply: Reply, asking: Sequence[Dialogue] = asking, counted: Sequence[bool] = counted
         ) -> None:
+            """Take the reply to the i-th prompt."""
             dialogue = asking[i]
             num_waiting = len(dialogue.waiting)
             num_turns = len(dialogue.finish_reasons) + num_waiting
@@ -332,7 +363,7 @@ def _answer(
             def count() -> None:
                 time_left.count((num_waiting - len(dialogue.waiting)) / num_turns)
 
-            # The server took no such prompt.
+            # The server refused the prompt.
             if reply.refused is not None:
                 report.skipped.add(dialogue.id, reply.refused)
                 dialogue.end()
@@ -340,7 +371,7 @@ def _answer(
                 return write()
 
             # A server counts the prompt's tokens only with its reply.
-            dialogue.take(reply, refusals=refusals, skip_truncated=options.skip_truncated)
+            dialogue.add_reply(reply, refusals=refusals, skip_truncated=options.skip_truncated)
             is_long = not counted[i] and reply.num_prompt_tokens + reply.num_tokens > longest
             if is_long and dialogue.waiting:
                 dialogue.end(TOO_LONG)
@@ -350,36 +381,49 @@ def _answer(
             count()
             write()
 
-        # Answer them; ``take`` is called reply by reply.
-        responder.answer([dialogue.ask() for dialogue in asking], params, take)
-        write()  # those that did not fit
+        # Answer them; ``take`` is called with each reply. Prompts that did not fit may have ended others.
+        responder.answer([dialogue.next_prompt() for dialogue in asking], params, take)
+        write()
 
 
 def _longest_prompt(responder: Responder, options: RegenerateOptions) -> int:
-    """Most tokens of a prompt that is asked: ``max_prompt_tokens``, and what the responder takes."""
-    limits = options.max_prompt_tokens, responder.max_prompt_tokens
-    return min(limit for limit in limits if limit is not None)
+    """Maximum number of tokens of a prompt, by ``max_prompt_tokens`` and by the responder."""
+    if responder.max_prompt_tokens is None:
+        return options.max_prompt_tokens
+    return min(options.max_prompt_tokens, responder.max_prompt_tokens)
 
 
 def _new_dialogues(
     responder: Responder, source: str, options: RegenerateOptions, done: Counter[Key], skipped: SkipLog
 ) -> Iterator[Dialogue]:
-    """The conversations of ``source`` that are still to be answered, each once a sample."""
+    """The conversations of ``source`` that are not done, each once for every sample.
+
+    Args:
+        done: conversations that are done; each of them is removed when its record is read.
+        skipped: log of the records that cannot be answered.
+    """
     longest = _longest_prompt(responder, options)
+    shard, num_shards = options.shard
+    seed = options.sampling.seed or 0
     for number, conversation in enumerate(_chosen(source, options, skipped)):
-        if number % options.shard[1] != options.shard[0]:
+        if number % num_shards != shard:
             continue
         system, blocks = script(conversation, options.max_turns)
         key = ChatPrompt(conversation.messages, conversation.tools).key()
         for sample in range(options.samples):
-            drawn = draw_kwargs(options.chat_template_kwargs, options.sampling.seed or 0, f"{sample}\n{key}")
-            prompt = ChatPrompt(system, conversation.tools, {**drawn, **conversation.chat_template_kwargs})
+            # The conversation up to its first reply.
+            kwargs = draw_kwargs(options.chat_template_kwargs, seed, f"{sample}\n{key}")
+            kwargs = {**kwargs, **conversation.chat_template_kwargs}
+            prompt = ChatPrompt(system, conversation.tools, kwargs)
             dialogue = Dialogue(conversation.id, prompt, list(blocks), sample, conversation.category)
-            if done[about := (dialogue.id, dialogue.first, sample)]:
-                done[about] -= 1
+            identity = (dialogue.id, dialogue.first, sample)
+            if done[identity]:
+                done[identity] -= 1
                 continue
+
+            # Its first prompt must fit.
             try:
-                size = responder.num_tokens(dialogue.ask()) or 0
+                size = responder.num_tokens(dialogue.next_prompt()) or 0
             except PromptError as error:
                 skipped.add(conversation.where, error.cause)
                 continue
@@ -390,25 +434,27 @@ def _new_dialogues(
 
 
 def _chosen(source: str, options: RegenerateOptions, skipped: SkipLog) -> Iterator[Conversation]:
-    """Conversations of ``source`` that are answered by some shard."""
+    """Conversations of ``source`` that some shard answers; the others are added to ``skipped``."""
     seen: set[str] = set()
-    near = None if options.near_duplicates is None else NearDuplicates(options.near_duplicates)
+    near = None
+    if options.near_duplicates is not None:
+        near = NearDuplicates(options.near_duplicates)
     tests = TestPrompts(options.test_prompts)
     for conversation in read_conversations(source, skipped=skipped):
         system, blocks = script(conversation, options.max_turns)
         turns = list(texts(blocks))
         kwargs = dict(conversation.chat_template_kwargs)
-        asked = json.dumps([system, blocks, conversation.tools, kwargs], sort_keys=True)
+        content = json.dumps([system, blocks, conversation.tools, kwargs], sort_keys=True)
         if not blocks:
             reason = "no human turn"
-        elif asked in seen:
+        elif content in seen:
             reason = "the same human turns as an earlier conversation"
         elif any(tests.are_in(turn) for turn in turns):
             reason = CONTAMINATED
         elif near is not None and not near.is_new("\n".join(turns)):
             reason = "nearly the same human turns as an earlier conversation"
         else:
-            seen.add(asked)
+            seen.add(content)
             yield conversation
             continue
         skipped.add(conversation.where, reason)

@@ -21,15 +21,16 @@ class Reply:
     """One finished reply.
 
     Attributes:
-        finish_reason: ``"stop"``, ``"length"``, or whatever else ended it.
-        num_tokens: of the reply, as far as known.
-        ids: tokens of the prompt and the reply; None where they are not known.
-        num_prompt_tokens: of the prompt; 0 where it is not known.
-        refused: why the responder would not answer this prompt; None where it has.
-        reasoning: what was thought before the text, where the two are told apart.
-        tool_calls: calls, as messages have them, where they are read; otherwise they stay in the text.
-        generated: the reply as it was written, special tokens included; None where it is the text.
-        stats: acceptance, where there is a draft.
+        text: the reply without reasoning and calls that were parsed.
+        finish_reason: ``"stop"``, ``"length"``, or another reason of the engine or server.
+        num_tokens: tokens of the reply; 0 if not known.
+        ids: token ids of the prompt and the reply; None if not known.
+        reasoning: the thought before the text; None if it is not parsed or there is none.
+        tool_calls: calls in the form of messages; None if they are not parsed or there are none.
+        generated: the reply as it was generated, with special tokens; None if that is the text.
+        num_prompt_tokens: tokens of the prompt; 0 if not known.
+        refused: why the responder did not answer the prompt; None if it did.
+        stats: acceptance of a draft.
     """
 
     text: str
@@ -48,10 +49,10 @@ class Responder(Protocol):
     """Source of replies.
 
     Attributes:
-        batch_size: replies that are made together.
-        max_prompt_tokens: longest prompt that it takes; None where it does not say.
-        repeats: it gives the same replies when asked again, so that those behind an unfinished one need not
-            be kept when it is stopped.
+        repeats: True if it gives the same replies when asked again. Then the replies behind an unfinished one
+            need not be written when it is stopped.
+        batch_size: number of replies that are generated together.
+        max_prompt_tokens: maximum length of a prompt; None if not known.
     """
 
     repeats: bool
@@ -59,7 +60,7 @@ class Responder(Protocol):
     max_prompt_tokens: int | None
 
     def num_tokens(self, prompt: ChatPrompt) -> int | None:
-        """Number of tokens of a prompt; None where it is not known before.
+        """Number of tokens of a prompt; None if it is not known before the reply.
 
         Raises:
             PromptError: the chat template does not render it.
@@ -71,12 +72,16 @@ class Responder(Protocol):
         params: Sequence[SamplingParams],
         take: Callable[[int, Reply], None],
     ) -> None:
-        """Answer prompts, and ``take`` each reply with the number of its prompt as it comes, in this
-        thread."""
+        """Answer prompts.
+
+        Args:
+            params: sampling parameters of each prompt.
+            take: called in this thread with the number of a prompt and its reply, as soon as that is there.
+        """
 
 
 class EngineResponder:
-    """Our engine, whose replies are read into parts in the form that the target's chat template writes."""
+    """Our engine. Replies are parsed in the form that the target's chat template writes."""
 
     repeats = True
 
@@ -99,9 +104,13 @@ class EngineResponder:
         """See :class:`Responder`."""
 
         def finish(number: int, output: RequestOutput) -> None:
-            ids = [*output.prompt_ids, *output.token_ids]
-            count = len(output.token_ids)
-            reply = Reply(output.text, output.finish_reason, count, ids, stats=output.stats)
+            reply = Reply(
+                text=output.text,
+                finish_reason=output.finish_reason,
+                num_tokens=len(output.token_ids),
+                ids=[*output.prompt_ids, *output.token_ids],
+                stats=output.stats,
+            )
             take(number, self._read(reply, output, prompts[number].tools, params[number].stop))
 
         self._llm.chat(
@@ -109,20 +118,20 @@ class EngineResponder:
         )
 
     def _read(self, reply: Reply, output: RequestOutput, tools: Sequence[Tool], stop: Sequence[str]) -> Reply:
-        """The reply in parts; as it is where it has none but text."""
+        """Parse a reply into text, reasoning and calls; unchanged if it has text alone."""
         if self._forms is None:
             return reply
         reader = self._forms.reader(output.prompt_ids, tools)
         if reader is None:
             return reply
 
-        # The text, with the special tokens that the reader must see.
+        # The text, with the special tokens that the parser needs.
         tokenizer = self._llm.tokenizer
         text = output.text
         is_ended = self._is_ended(output)
         shown = self._forms.shown_tokens(bool(tools))
         if shown:
-            stream = TextStream(tokenizer, stop, shown=shown)
+            stream = TextStream(tokenizer, stop, included_special_tokens=shown)
             stream.push(output.token_ids[:-1] if is_ended else output.token_ids)
             stream.finish()
             text = stream.text
@@ -145,6 +154,6 @@ class EngineResponder:
         )
 
     def _is_ended(self, output: RequestOutput) -> bool:
-        """True for a reply whose last token is its end."""
+        """True if the last token of a reply is an end token."""
         ends = self._llm.renderer.end_token_ids
         return output.finish_reason == "stop" and not ends.isdisjoint(output.token_ids[-1:])

@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     import openai
 
 REFUSALS = {400, 413, 422}
-"""Statuses of a prompt that will not be answered, too long or not allowed."""
+"""Statuses of a prompt that is not answered, because it is too long or not allowed."""
 MOST_REFUSALS = 8
-"""Refusals without any reply after which the settings are at fault, not the prompts."""
+"""Number of refusals without any reply that shows that the settings are wrong, not the prompts."""
 PASSING = {408, 409, 429}
-"""Statuses below 500 after which the client sends a request again; from 500 on it always does."""
+"""Statuses below 500 after which the client repeats a request; from 500 on it always does."""
 EXTRAS = ("top_k", "min_p", "repetition_penalty")
-"""Settings that OpenAI's own API does not know. They are sent even where they are neutral, since a server
-would take its model's ``generation_config.json`` for them."""
+"""Settings that OpenAI's own API does not have. They are sent even if they are neutral, because a server
+would take them from its model's ``generation_config.json`` instead."""
 START_IT = "Start it, or give its address with --base-url, such as http://127.0.0.1:8000/v1."
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """A server and how to ask it.
+    """A server, and how requests are sent to it.
 
     Attributes:
-        base_url: its address, with or without ``/v1``.
-        model: name there; None takes the only one that it has.
-        concurrency: requests under way.
-        retries: of a request that failed for a passing reason.
-        timeout: seconds without an answer after which a request has failed.
-        api_key: sent as a bearer token; None sends none.
-        with_ids: ask for token ids.
+        base_url: address of the server, with or without ``/v1``.
+        model: name of the model; None takes the only one of the server.
+        concurrency: maximum number of concurrent requests.
+        retries: maximum number of repetitions of a request that failed for a passing reason.
+        timeout: seconds without a response after which a request fails.
+        api_key: key that is sent as a bearer token; None sends none.
+        with_ids: request token ids.
     """
 
     base_url: str
@@ -69,8 +69,11 @@ class ServerOptions:
         return base if base.endswith("/v1") else f"{base}/v1"
 
     def client(self) -> "openai.AsyncOpenAI":
-        """The client, for one event loop. It reads no proxies of the environment and follows no redirections.
-        Raises UserError where the package is missing."""
+        """A client for one event loop. It ignores proxies of the environment and redirections.
+
+        Raises:
+            UserError: the package openai is not installed.
+        """
         try:
             import openai
         except ImportError:
@@ -88,17 +91,17 @@ class ServerOptions:
         )
 
     def headers(self) -> Any:
-        """Headers of a request: without a key none is sent, not even an empty one."""
+        """Headers of a request. Without a key, the client must not send its placeholder."""
         import openai
 
         return {} if self.api_key else {"Authorization": openai.Omit()}
 
 
 class ServerResponder:
-    """A server as a source of replies.
+    """A server as the source of replies.
 
     Raises:
-        UserError: no server there, or none or several models where none was named.
+        UserError: the server does not answer, or no model is named and it has none or several.
     """
 
     max_prompt_tokens: int | None = None
@@ -113,6 +116,7 @@ class ServerResponder:
         self.model = options.model or asyncio.run(self._only_model())
 
     async def _only_model(self) -> str:
+        """Name of the server's only model. Raises UserError if it has none or several."""
         async with self._options.client() as client:
             answer = await self._send(client.models.list(extra_headers=self._options.headers()))
         names = [str(each.id) for each in getattr(answer, "data", None) or []]
@@ -125,7 +129,7 @@ class ServerResponder:
         return names[0]
 
     def num_tokens(self, prompt: ChatPrompt) -> int | None:
-        """See :class:`~eagle_kit.datagen.regenerate.responder.Responder`; not known here."""
+        """See :class:`~eagle_kit.datagen.regenerate.responder.Responder`; not known before the reply."""
         return None
 
     def answer(
@@ -137,9 +141,9 @@ class ServerResponder:
         """See :class:`~eagle_kit.datagen.regenerate.responder.Responder`.
 
         Raises:
-            UserError: the server refuses a request, or has failed too often in a row. What was answered by
-                then has been taken.
-            Exception: of ``take``. Nothing is taken after it.
+            UserError: the server refuses every request, or a request fails too often. Replies before that
+                were taken.
+            Exception: an error of ``take``. It is not called again.
         """
         asyncio.run(self._answer_all(prompts, params, take))
 
@@ -149,8 +153,11 @@ class ServerResponder:
         params: Sequence[SamplingParams],
         take: Callable[[int, Reply], None],
     ) -> None:
-        """Answer all prompts, ``concurrency`` together. After a failure of a request no other is begun, and
-        those under way are waited for. After an error of ``take`` nothing is waited for or taken."""
+        """Answer all prompts, with ``concurrency`` requests at a time.
+
+        After a failed request no other is started, and running requests are waited for. After an error of
+        ``take`` they are not waited for.
+        """
         gate = asyncio.Semaphore(self._options.concurrency)
         failures: list[Exception] = []
         is_taking = True
@@ -183,6 +190,7 @@ class ServerResponder:
     async def _answer(
         self, client: "openai.AsyncOpenAI", prompt: ChatPrompt, params: SamplingParams
     ) -> Reply:
+        """Send one request and read its response. Raises UserError if it fails."""
         settings: dict[str, Any] = {
             "model": self.model,
             "messages": on_the_wire(_without_old_reasoning(prompt.messages)),
@@ -196,7 +204,7 @@ class ServerResponder:
         if params.stop:
             settings["stop"] = list(params.stop)
 
-        # What is not of OpenAI's API.
+        # Settings that are not in OpenAI's API.
         more: dict[str, Any] = {}
         if prompt.chat_template_kwargs:
             more["chat_template_kwargs"] = dict(prompt.chat_template_kwargs)
@@ -207,12 +215,14 @@ class ServerResponder:
             "min_p": params.min_p,
             "repetition_penalty": params.repetition_penalty,
         }
+
+        # Send it. A server that refuses the extra settings is asked again without them, and so from then on.
         create = partial(client.chat.completions.create, **settings, extra_headers=self._options.headers())
         has_extras = self._knows_extras
         try:
             try:
-                sent = {**more, **extras} if has_extras else more
-                answer = await self._send(create(extra_body=sent))
+                body = more | extras if has_extras else more
+                answer = await self._send(create(extra_body=body))
             except _Refused as refused:
                 if not has_extras or not any(name in str(refused) for name in EXTRAS):
                     raise
@@ -221,12 +231,18 @@ class ServerResponder:
         except _Refused as refused:
             return self._refused(str(refused))
         self._num_replies += 1
-        is_object = hasattr(answer, "to_dict")  # what is no JSON stays a text
-        body = answer.to_dict(warnings=False) if is_object else answer
-        return read_reply(body, self._options.root, self._options.with_ids)
+
+        # Read it. A response that is not JSON is a string.
+        if hasattr(answer, "to_dict"):
+            answer = answer.to_dict(warnings=False)
+        return read_reply(answer, self._options.root, self._options.with_ids)
 
     def _refused(self, message: str) -> Reply:
-        """A reply that says why there is none. Raises UserError when nothing has been answered so far."""
+        """Reply to a refused prompt.
+
+        Raises:
+            UserError: many prompts were refused and none was answered.
+        """
         self._num_refusals += 1
         if not self._num_replies and self._num_refusals >= MOST_REFUSALS:
             raise UserError(
@@ -236,7 +252,12 @@ class ServerResponder:
         return Reply("", "refused", 0, refused=f"the server refuses it: {message}")
 
     async def _send(self, request: Any) -> Any:
-        """The answer of a request. Raises UserError, or _Refused for what is in the request."""
+        """Wait for the response to a request.
+
+        Raises:
+            _Refused: the server refuses the contents of the request.
+            UserError: the request failed.
+        """
         import openai
 
         root = self._options.root
@@ -261,50 +282,79 @@ class ServerResponder:
 
 
 class _Refused(Exception):
-    """A server refuses a request for what is in it."""
+    """A server refuses a request because of its contents."""
 
 
 def _without_old_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Messages without what was thought before the last human turn, which servers do not take or drop;
-    between calls of tools it is sent back."""
-    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    return [
-        {key: value for key, value in message.items() if key != "reasoning_content" or i > last}
-        for i, message in enumerate(messages)
-    ]
+    """Remove the reasoning before the last human turn.
+
+    Servers refuse or ignore it there; between calls of tools it is sent back.
+    """
+    last_human = -1
+    for i, message in enumerate(messages):
+        if message["role"] == "user":
+            last_human = i
+
+    stripped = []
+    for i, message in enumerate(messages):
+        copy = dict(message)
+        if i <= last_human:
+            copy.pop("reasoning_content", None)
+        stripped.append(copy)
+    return stripped
 
 
 def _message(body: Any) -> str:
-    """Message of an error's body, one line of it."""
-    found = body.get("message", body) if isinstance(body, dict) else body
-    line = " ".join(str(found).split())
+    """Message in the body of an error, as one line of at most 200 characters."""
+    if isinstance(body, dict):
+        body = body.get("message", body)
+    line = " ".join(str(body).split())
     return line[:200] or "nothing"
 
 
 def read_reply(answer: Any, where: str, with_ids: bool) -> Reply:
     """Read the body of a chat completion.
 
+    Args:
+        answer: parsed body.
+        where: address of the server, for errors.
+        with_ids: token ids were requested.
+
     Raises:
-        UserError: it is none, or has no token ids though they are wanted.
+        UserError: the body is no chat completion, or has no token ids though they were requested.
     """
+    # The first choice.
     try:
         choice = answer["choices"][0]
         message = choice["message"]
-        text, reason = message.get("content") or "", str(choice.get("finish_reason") or "unknown")
+        text = message.get("content") or ""
+        finish_reason = str(choice.get("finish_reason") or "unknown")
         reasoning = message.get("reasoning_content") or message.get("reasoning")
-        calls = read_calls(message["tool_calls"]) if message.get("tool_calls") else None
+        calls = None
+        if message.get("tool_calls"):
+            calls = read_calls(message["tool_calls"])
         usage = answer.get("usage") or {}
     except (KeyError, IndexError, TypeError, AttributeError, Unusable) as error:
         raise UserError(
             f"The server at {where} answers with something that is no chat completion.", START_IT
         ) from error
+
+    # Token ids.
     ids = None
     if with_ids:
-        prompt, reply = answer.get("prompt_token_ids"), choice.get("token_ids")
-        if not isinstance(prompt, list) or not isinstance(reply, list):
+        prompt_ids = answer.get("prompt_token_ids")
+        reply_ids = choice.get("token_ids")
+        if not isinstance(prompt_ids, list) or not isinstance(reply_ids, list):
             raise UserError(
                 f"The server at {where} does not return token ids.", "Leave --ids out, or use one that does."
             )
-        ids = [*prompt, *reply]
-    counts = [int(usage.get(name) or 0) for name in ("completion_tokens", "prompt_tokens")]
-    return Reply(text, reason, counts[0], ids, reasoning or None, calls, num_prompt_tokens=counts[1])
+        ids = [*prompt_ids, *reply_ids]
+    return Reply(
+        text=text,
+        finish_reason=finish_reason,
+        num_tokens=int(usage.get("completion_tokens") or 0),
+        ids=ids,
+        reasoning=reasoning or None,
+        tool_calls=calls,
+        num_prompt_tokens=int(usage.get("prompt_tokens") or 0),
+    )

@@ -1,1 +1,1 @@
-"""Protocols of kinds, draft models and drafters, and what several algorithms share."""
+"""Contracts of kinds, draft models and drafters, and the drafters that several algorithms share."""

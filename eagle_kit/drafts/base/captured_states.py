@@ -1,9 +1,15 @@
-"""Sizes of heads that read captured hidden states of the target: EAGLE-3, P-EAGLE, DFlash and DSpark."""
+"""Sizes and draft vocabulary of heads that read captured hidden states: EAGLE-3, P-EAGLE, DFlash and DSpark.
+
+Legend: H / Ht hidden of the head / of the target, V / Vd target / draft vocabulary.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
+from eagle_kit.models.draft_head import DraftHead
 
 
 @dataclass(frozen=True)
@@ -70,3 +76,26 @@ def default_sizes(model: TargetConfig, draft_vocab_size: int, *, latent: bool = 
         "max_position_embeddings": model.max_position_embeddings,
         "aux_layer_ids": model.default_aux_layer_ids,
     }
+
+
+class CapturedStatesHead(DraftHead):
+    """Base of heads that read captured hidden states and have a draft vocabulary.
+
+    Attributes:
+        d2t: int64 ``[Vd]``, offsets: target id = draft id + ``d2t[draft id]``.
+        t2d: bool ``[V]``, True for target tokens that are in the draft vocabulary.
+    """
+
+    d2t: torch.Tensor
+
+    def make_buffers(self) -> None:
+        """See :class:`DraftHead`. The draft vocabulary begins as the first Vd target tokens."""
+        super().make_buffers()
+        draft_vocab_size = self.config.draft_vocab_size
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.arange(self.config.vocab_size) < draft_vocab_size)
+
+    def set_vocab_map(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
+        """Copy in the draft vocabulary: ``d2t`` int64 ``[Vd]`` of offsets, ``t2d`` bool ``[V]``."""
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)

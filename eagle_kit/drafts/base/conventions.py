@@ -130,7 +130,8 @@ def _rope_pairs(head: DraftHead) -> list[Convention]:
 
 def _reorder_heads(attention: Attention, by: torch.Tensor) -> None:
     """Reorder the elements of every query and key head."""
-    linear, size = attention.qkv_proj, attention.head_dim
+    linear = attention.qkv_proj
+    size = attention.head_dim
     rotated = attention.num_heads + attention.num_kv_heads
     for parameter in (linear.weight, linear.bias):
         if parameter is not None:

@@ -1,8 +1,9 @@
 """Draft models as a drafter sees them: draft heads that read a target's states, and whole models.
 
-For an EAGLE-3 head, with the symbols of the paper (arXiv 2503.01840, section 3.1): :meth:`DraftModel.states`
-selects the captured states [l; m; h], :meth:`DraftModel.features` fuses them to g, :meth:`DraftModel.step`
-computes a from g, or from a of the step before, and :meth:`DraftModel.logits` is the LM head.
+For an EAGLE-3 head, with the symbols of the paper (arXiv 2503.01840, section 3.1):
+:meth:`DraftModel.target_hidden_states` selects the captured states [l; m; h], :meth:`DraftModel.features`
+fuses them to g, :meth:`DraftModel.step` computes a from g, or from a of the step before, and
+:meth:`DraftModel.logits` is the LM head.
 
 Legend: T rows, M size of the target's states of a token, F size of a feature, H hidden, V / Vd target /
 draft vocabulary.
@@ -16,23 +17,25 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.blocks.layers import Attend
-from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.draft_head import DraftHead, StepForm, StepOutput
 from eagle_kit.models.targets.target import Target, TargetOutput
 from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.backend import uses_triton
+from eagle_kit.ops.draft_topk import MAX_TOPK, draft_topk, topk_of_logits
 from eagle_kit.ops.linear import Linear
 
 
-class Readout(NamedTuple):
+class LMHeadOperands(NamedTuple):
     """Operands of a draft model's last matmul.
 
     Attributes:
-        states: ``[T, H]``.
+        x: ``[T, H]``.
         weight: ``[Vd, H]``.
         token_map: target id of each draft id, int64 ``[Vd]``; None if they are equal.
     """
 
-    states: torch.Tensor
+    x: torch.Tensor
     weight: torch.Tensor
     token_map: torch.Tensor | None
 
@@ -43,13 +46,13 @@ class StepRows(NamedTuple):
     Attributes:
         features: ``[R, F]``.
         tokens: int64 ``[T]``, the token that each row embeds.
-        positions: int64 ``[T]``, for RoPE.
+        rope_positions: int64 ``[T]``.
         feature_rows: int64 ``[T]``, index of each row's feature; None if row i reads feature i.
     """
 
     features: torch.Tensor
     tokens: torch.Tensor
-    positions: torch.Tensor
+    rope_positions: torch.Tensor
     feature_rows: torch.Tensor | None = None
 
 
@@ -62,8 +65,9 @@ class DraftModel(ABC):
 
     Attributes:
         capture: target layers whose inputs are captured.
-        first_slot: first slot of the key-value store that is filled. 1 if an entry is made of a feature and
-            the token after it (EAGLE), 0 if it is made of a feature alone (DFlash), and for a whole model.
+        first_position: position of the first token of a request that has an entry in the store. 1 if an
+            entry is made of its token and the feature of the position before (EAGLE); 0 if it is made of a
+            feature alone (DFlash), and for a whole model. See :mod:`eagle_kit.drafts.base.cycle_state`.
         cache: layout of a token's entry in the store.
         variants: attention variant of each layer of the store.
         state_size: M; 0 for a model that reads no states.
@@ -81,7 +85,7 @@ class DraftModel(ABC):
         device: device of the output layer.
     """
 
-    first_slot: int
+    first_position: int
     is_whole_model: ClassVar[bool]
     capture: tuple[int, ...] = ()
     state_size: int = 0
@@ -112,7 +116,7 @@ class DraftModel(ABC):
         return mine
 
     @abstractmethod
-    def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def target_hidden_states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """States ``[T, M]`` of the target that features are made of.
 
         Args:
@@ -121,30 +125,47 @@ class DraftModel(ABC):
 
     @abstractmethod
     def features(self, states: torch.Tensor) -> torch.Tensor:
-        """Features ``[T, F]`` of step 0, from :meth:`states`."""
+        """Features ``[T, F]`` of step 0, from :meth:`target_hidden_states`."""
 
     @abstractmethod
     def step(
-        self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
+        self, rows: StepRows, attend: Attend, module: int = 0, output_rows: torch.Tensor | None = None
     ) -> StepOutput:
         """Run one step over rows of features and the tokens after them.
 
-        A token's position is its slot minus :attr:`first_slot`.
+        A token's RoPE position is its position in the request minus :attr:`first_position`.
 
         Args:
-            rows: features, tokens and positions.
+            rows: features, tokens and RoPE positions.
             attend: attention. It stores the rows' keys and values.
             module: index of the block to run, below :attr:`num_modules`.
-            wanted: int64 ``[n]``, rows to return; None returns all.
+            output_rows: int64 ``[n]``, rows to return; None returns all.
         """
 
-    def readout(self, read: torch.Tensor) -> Readout:
+    def lm_head_operands(self, lm_head_input: torch.Tensor) -> LMHeadOperands:
         """Operands of the matmul of :meth:`logits`, for kernels that do not store logits."""
-        return Readout(read, self.output.weight, self.token_map)
+        return LMHeadOperands(lm_head_input, self.output.weight, self.token_map)
 
-    def logits(self, read: torch.Tensor) -> torch.Tensor:
-        """Logits ``[T, Vd]`` of ``read``, a step's :attr:`StepOutput.read` ``[T, H]``."""
-        return self.output(self.readout(read).states)
+    def logits(self, lm_head_input: torch.Tensor) -> torch.Tensor:
+        """Logits ``[T, Vd]`` from a step's :attr:`StepOutput.lm_head_input` ``[T, H]``."""
+        return self.output(self.lm_head_operands(lm_head_input).x)
+
+    def best_tokens(self, lm_head_input: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K most likely tokens of each row, best first.
+
+        Args:
+            lm_head_input: :attr:`StepOutput.lm_head_input` ``[T, H]``.
+            topk: K.
+
+        Returns:
+            Target ids int64 ``[T, K]``, and their log-probabilities fp32 ``[T, K]``. With K = 1 the
+            log-probabilities are 0: a chain does not need them.
+        """
+        if uses_triton(lm_head_input) and topk <= MAX_TOPK:
+            x, weight, token_map = self.lm_head_operands(lm_head_input)
+            return draft_topk(x, weight, topk, normalized=topk > 1, token_map=token_map)
+        draft_ids, scores = topk_of_logits(self.logits(lm_head_input), topk, normalized=topk > 1)
+        return self.to_target(draft_ids), scores
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Convert draft ids of any shape to target ids."""
@@ -183,15 +204,15 @@ class HeadDraftModel(DraftModel):
         # Its steps, and their key-value store.
         self.num_modules = head.config.num_modules
         self.step_form = head.step_form
-        self.first_slot = head.first_slot
+        self.first_position = head.first_position
         self.cache = head.cache
         self.variants = head.config.variants
         if token_map is None:
             self.token_map = head.token_map
 
-    def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def target_hidden_states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`: the captured states, or the final hidden states if none are captured."""
-        states = out.aux if self.capture else out.hidden
+        states = out.aux_hidden_states if self.capture else out.hidden
         if rows is None:
             return states
         return states.index_select(0, rows)  # faster than states[rows] on a CPU
@@ -204,13 +225,13 @@ class HeadDraftModel(DraftModel):
         return self.head.features(states, none)
 
     def step(
-        self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
+        self, rows: StepRows, attend: Attend, module: int = 0, output_rows: torch.Tensor | None = None
     ) -> StepOutput:
         """See :class:`DraftModel`."""
         embedding = self.head.embedding(self.target.embed_tokens.weight)
         block = self.head.blocks[module]
-        inputs = block.inputs_of(rows.features, rows.feature_rows, rows.tokens, embedding)
-        return self.head.step(inputs, rows.positions, attend, module, wanted)
+        inputs = block.gather_inputs(rows.features, rows.feature_rows, rows.tokens, embedding)
+        return self.head.step(inputs, rows.rope_positions, attend, module, output_rows)
 
 
 class StandaloneDraftModel(DraftModel):
@@ -225,7 +246,7 @@ class StandaloneDraftModel(DraftModel):
         target_vocab_size: number of rows of the target's embedding; None if it is the same.
     """
 
-    first_slot = 0
+    first_position = 0
     is_whole_model = True
 
     def __init__(
@@ -243,7 +264,7 @@ class StandaloneDraftModel(DraftModel):
         self.cache = model.config.cache
         self.variants = model.variants
 
-    def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def target_hidden_states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`."""
         count = len(out.hidden) if rows is None else len(rows)
         return out.hidden.new_empty(count, 0, dtype=self.dtype)
@@ -253,27 +274,27 @@ class StandaloneDraftModel(DraftModel):
         return states
 
     def step(
-        self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
+        self, rows: StepRows, attend: Attend, module: int = 0, output_rows: torch.Tensor | None = None
     ) -> StepOutput:
         """See :class:`DraftModel`."""
         tokens = rows.tokens
         if self._last_token is not None:
             tokens = tokens.clamp(max=self._last_token)
-        hidden = self.model(tokens, rows.positions, attend).hidden  # [T, H]
-        if wanted is not None:
-            hidden = hidden.index_select(0, wanted)  # [n, H]
+        hidden = self.model(tokens, rows.rope_positions, attend).hidden  # [T, H]
+        if output_rows is not None:
+            hidden = hidden.index_select(0, output_rows)  # [n, H]
         return StepOutput(hidden, hidden)
 
-    def readout(self, read: torch.Tensor) -> Readout:
+    def lm_head_operands(self, lm_head_input: torch.Tensor) -> LMHeadOperands:
         """See :class:`DraftModel`. A soft cap of the logits is left out, because it keeps their order."""
         scale = self.model.logit_form.scale
         if scale != 1.0:
-            read = read * scale
-        return super().readout(read)
+            lm_head_input = lm_head_input * scale
+        return super().lm_head_operands(lm_head_input)
 
-    def logits(self, read: torch.Tensor) -> torch.Tensor:
+    def logits(self, lm_head_input: torch.Tensor) -> torch.Tensor:
         """See :class:`DraftModel`."""
-        logits: torch.Tensor = self.model.logit_form(self.output(read))
+        logits: torch.Tensor = self.model.logit_form(self.output(lm_head_input))
         return logits
 
 

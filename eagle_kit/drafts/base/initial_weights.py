@@ -6,9 +6,8 @@ import torch
 
 from eagle_kit.config.drafts.base import CapturedStatesHeadConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.drafts.base.captured_states import CapturedStatesHead
 from eagle_kit.drafts.base.kind import InitContext
-from eagle_kit.drafts.dflash.head import DFlashHead
-from eagle_kit.drafts.eagle3.head import Eagle3Head
 from eagle_kit.models.config import TargetConfig
 
 
@@ -22,7 +21,7 @@ def check_vocab_size(size: int, target: TargetConfig) -> None:
 
 @torch.no_grad()
 def init_output_layer(
-    head: Eagle3Head | DFlashHead, settings: CapturedStatesHeadConfig, start: InitContext
+    head: CapturedStatesHead, settings: CapturedStatesHeadConfig, start: InitContext
 ) -> None:
     """Set the draft vocabulary of a new head (``d2t``, ``t2d``) and its output layer, in place.
 

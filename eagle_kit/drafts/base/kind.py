@@ -90,7 +90,7 @@ class DraftKind(ABC):
         """
 
 
-class Weights(NamedTuple):
+class HeadTensors(NamedTuple):
     """All tensors of a head's files, sorted by their use.
 
     Attributes:
@@ -165,7 +165,7 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
             target: completes what old configs leave out.
 
         Raises:
-            UserError: a part that our head has not, or a key that is missing or impossible.
+            UserError: a part that our head does not have, or a key that is missing or impossible.
         """
 
     @abstractmethod
@@ -196,7 +196,7 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         """
         return our_names(((name.removeprefix("model."), name) for name in files.tensors), files.where)
 
-    def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: Config, target: Target | None) -> HeadTensors:
         """Sort the tensors of ``files``, without checking the shapes of parameters.
 
         Args:
@@ -208,7 +208,7 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         copies: dict[str, torch.Tensor] = {}
         if EMBEDDING in tensors:
             copies[EMBEDDING] = tensors.pop(EMBEDDING)
-        return Weights(config, tensors, copies, {})
+        return HeadTensors(config, tensors, copies, {})
 
     def write(self, head: Head, dtype: torch.dtype) -> DraftFiles:
         """Publish a head: tensors on the CPU in ``dtype``, but for biases of gates; nothing of the target."""
@@ -291,13 +291,13 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         """Conversion of its files to and from the layouts of other projects, by :attr:`format_class`."""
         return self.format_class(self)
 
-    def weights(self, files: DraftFiles, config: Config, target: Target | None = None) -> Weights:
+    def weights(self, files: DraftFiles, config: Config, target: Target | None = None) -> HeadTensors:
         """Read every tensor and account for it.
 
         Raises:
             UserError: a corrupt file; missing, unexpected or misshapen tensors by name; an impossible map.
         """
-        found = self.with_own_embedding(self.take(files, config, target), target)
+        found = self.with_own_embedding(self.sort_tensors(files, config, target), target)
 
         # Shapes that the architecture asks for, by published names.
         with torch.device("meta"):
@@ -315,7 +315,7 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         check_tensors(tensors, expected, files.where)
         return found
 
-    def with_own_embedding(self, found: Weights, target: Target | None) -> Weights:
+    def with_own_embedding(self, found: HeadTensors, target: Target | None) -> HeadTensors:
         """Move the embedding from the copies to the head's tensors, where it is the head's own.
 
         It is its own if the architecture says so, or if its values differ from the target's.
@@ -421,7 +421,8 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         return Finding("ok", "weights", ok)
 
     def runs_target(self, config: TrainConfig) -> bool:
-        """True when training needs the target's layers: not with captured states and nothing to judge."""
+        """True if training needs the target's layers. It does not if the hidden states come from a store and
+        the run has no validation (``judge.every`` is 0)."""
         return config.data.store is None or config.judge.every > 0 or self.needs_layers
 
     def draft_model(

@@ -12,25 +12,30 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.autoregressive import AutoregressiveDrafter
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel, StepRows
 from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter
 from eagle_kit.models.draft_head import StepOutput
 from eagle_kit.ops.sampling import DRAFT_UNIFORMS, SamplingBatch, sample, target_probs, window_uniforms
 from eagle_kit.ops.tree_build import chain_build
-from eagle_kit.verify.proposal import Deterministic, DraftOutput, SampledChain
+from eagle_kit.verify.proposal import Deterministic, DraftOutput, Proposal, SampledChain
 from eagle_kit.verify.verifiers import BlockVerification, RejectionSampling
 
 
 class SampledDraftState(NamedTuple):
-    """Result of draft-extend: ``logits [B, Vd]`` of depth 1 and the ``features [B, F]`` they were made
-    from."""
+    """Result of draft-extend.
+
+    Attributes:
+        logits: fp32 ``[B, Vd]``, of depth 1.
+        features: ``[B, F]``, the features that the next step reads.
+    """
 
     logits: torch.Tensor
     features: torch.Tensor
 
 
-class SampledDrafter(Drafter):
+class SampledDrafter(AutoregressiveDrafter):
     """Chains sampled from the draft at each request's temperature and filters; greedy requests get the most
     likely tokens."""
 
@@ -61,34 +66,56 @@ class SampledDrafter(Drafter):
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Sample a chain behind the roots; greedy for all of them without ``sampling``."""
+        """Sample a chain after the roots; greedy for all of them without ``sampling``."""
         assert isinstance(state.draft, SampledDraftState) and shape.topk == 1
         logits, features = state.draft
-        roots, seq_lens = state.roots, state.seq_lens
+        roots = state.roots
+        seq_lens = state.seq_lens
         uniforms = None
         if sampling is not None:
             uniforms = window_uniforms(sampling.seeds, seq_lens, shape.steps, DRAFT_UNIFORMS)
+
         drafted: list[torch.Tensor] = []
         distributions: list[torch.Tensor] = []
-        prefix_lens, positions = seq_lens + 1, self._positions(seq_lens, shape.steps)
+        prefix_lens = seq_lens + 1
+        rope_positions = self._rope_positions(seq_lens, shape.steps)
         for step in range(shape.steps):
+            # Logits of depth 1 are in the draft state; each later depth is a forward over the last token.
             if step:
                 bits = self.chain_bits[step - 1 : step].expand(roots.shape[0], 1)
                 attend = self.kv.window_attend(state.page_table, prefix_lens, bits, step, num_columns)
-                out = self.model.step(StepRows(features, drafted[-1], positions[step]), attend)
-                logits, features = self.model.logits(out.read).float(), self._fed_back(out)
+                out = self.model.step(StepRows(features, drafted[-1], rope_positions[step]), attend)
+                logits = self.model.logits(out.lm_head_input).float()
+                features = self._next_features(out)
+
+            # The token of this depth.
             if sampling is None or uniforms is None:
                 drafted.append(self.model.to_target(logits.argmax(-1)))
                 continue
             distributions.append(draft_distribution(self, logits, sampling))
             drafted.append(sample(distributions[-1], uniforms[:, step]))
-        tree = chain_build(roots, torch.stack(drafted, 1))
-        return DraftOutput(
-            tree, SampledChain(torch.stack(distributions, 1)) if distributions else Deterministic()
-        )
+        return sampled_chain(roots, drafted, distributions)
 
-    def _state(self, out: StepOutput, spec: CandidateSpec) -> SampledDraftState:
-        return SampledDraftState(self.model.logits(out.read).float(), self._fed_back(out))
+    def _make_state(self, out: StepOutput, spec: CandidateSpec) -> SampledDraftState:
+        """See :class:`AutoregressiveDrafter`."""
+        return SampledDraftState(self.model.logits(out.lm_head_input).float(), self._next_features(out))
+
+
+def sampled_chain(
+    roots: torch.Tensor, drafted: list[torch.Tensor], distributions: list[torch.Tensor]
+) -> DraftOutput:
+    """Make the proposal of a chain.
+
+    Args:
+        roots: int64 ``[B]``.
+        drafted: S tensors int64 ``[B]``, target ids.
+        distributions: S tensors fp32 ``[B, V]`` that the tokens were sampled from; none of a greedy chain.
+    """
+    tree = chain_build(roots, torch.stack(drafted, 1))
+    proposal: Proposal = Deterministic()
+    if distributions:
+        proposal = SampledChain(torch.stack(distributions, 1))
+    return DraftOutput(tree, proposal)
 
 
 def draft_distribution(drafter: Drafter, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:

@@ -17,7 +17,13 @@ from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.conventions import Convention
 from eagle_kit.drafts.base.initial_weights import check_start_from, check_vocab_size, init_output_layer
-from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, describe_attention, scale_final_norm
+from eagle_kit.drafts.base.kind import (
+    HeadKind,
+    HeadTensors,
+    InitContext,
+    describe_attention,
+    scale_final_norm,
+)
 from eagle_kit.drafts.dflash.head import DFlashConfig, DFlashHead, spread_layers
 from eagle_kit.drafts.files import findings
 from eagle_kit.drafts.files.config_json import layer_to_dict, partial_rotary_dim
@@ -26,7 +32,7 @@ from eagle_kit.drafts.files.findings import OWN_TARGET, Finding
 from eagle_kit.drafts.files.structure import count_layers, drafts_blocks, num_layers
 from eagle_kit.drafts.files.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig, read_decoder
-from eagle_kit.models.config_parts import (
+from eagle_kit.models.config_values import (
     MAX_LAYERS,
     MAX_POSITIONS,
     read_flag,
@@ -57,7 +63,7 @@ Settings = TypeVar("Settings", bound=BlockHeadConfig)
 
 
 class BlockKind(HeadKind[Config, Head, Settings]):
-    """Kinds whose heads draft blocks behind the target's states, with Qwen3 layers.
+    """Kinds whose heads draft blocks after the target's states, with Qwen3 layers.
 
     Attributes:
         architecture: its name in configs of its authors.
@@ -93,7 +99,8 @@ class BlockKind(HeadKind[Config, Head, Settings]):
 
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
         """Fields of the architecture; arguments and errors as of :meth:`read_config`."""
-        raw, where = files.config, files.where
+        raw = files.config
+        where = files.where
         layer = read_table(raw, "transformer_layer_config", where) or raw
         table = read_table(raw, TABLE, where)
         whole = self.read_keys(files)
@@ -186,7 +193,7 @@ class BlockKind(HeadKind[Config, Head, Settings]):
             if (key, config[key]) != ("projector_type", self.name):
                 raise UserError(
                     f"The draft in {where} has {key} {shown(config[key])}: a part that our {self.title} "
-                    "has not.",
+                    "does not have.",
                     "Serve it with the engine it was made for.",
                 )
 
@@ -194,10 +201,10 @@ class BlockKind(HeadKind[Config, Head, Settings]):
         """Whether rows predict the next token; where ``config`` does not say it, what its authors' do."""
         return read_flag(config, ROWS, where)
 
-    def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: Config, target: Target | None) -> HeadTensors:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; an output layer over all of the target's tokens
         is a copy of the target's."""
-        found = super().take(files, config, target)
+        found = super().sort_tensors(files, config, target)
         tensors = found.tensors
         if not config.owns_output:
             for name in ("d2t", "t2d"):
@@ -236,7 +243,7 @@ class BlockKind(HeadKind[Config, Head, Settings]):
 
     def describe(self, config: Config, dtype: str) -> str:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
-        rows = "the token behind it" if config.predicts_next else "its own token"
+        rows = "the token after it" if config.predicts_next else "its own token"
         window = ""
         if config.sliding_layers:
             window = f", {len(config.sliding_layers)} of them with a window of {config.sliding_window}"
@@ -276,7 +283,8 @@ class BlockKind(HeadKind[Config, Head, Settings]):
             remedy = f"Set mask_token_id to {token} in the draft's config.json."
             return Convention("mask token", f"token {token} as the mask", remedy, change, depth)
 
-        own, most = head.config.mask_token_id, head.config.vocab_size
+        own = head.config.mask_token_id
+        most = head.config.vocab_size
         return [reads(token) for token in dict.fromkeys(tokens) if token != own and 0 <= token < most]
 
     def usual_layers(self, config: Config, target: TargetConfig) -> tuple[int, ...]:
@@ -451,7 +459,8 @@ def _sliding(
 
 def _check_layers(config: DFlashConfig, target: TargetConfig) -> Finding:
     """Find ids out of range, and the usual ones in the other numbering, which fails silently."""
-    ids, count = config.aux_layer_ids, target.num_layers
+    ids = config.aux_layer_ids
+    count = target.num_layers
     known = {spread_layers(count), published_layers(count, config.num_layers), published_layers(count, 5)}
     if not all(0 <= layer <= count for layer in ids):
         cause = f"the draft reads the inputs of layers {list(ids)}, the target has {count} layers."
@@ -480,7 +489,7 @@ def _check_count(files: DraftFiles, config: DFlashConfig) -> list[Finding]:
 
 def _check_rows(stated: dict[str, Any], config: DFlashConfig) -> Finding:
     """Report what a row predicts, and where that was only assumed; ``stated`` are the keys of its config."""
-    what = "the token behind it" if config.predicts_next else "its own token"
+    what = "the token after it" if config.predicts_next else "its own token"
     if stated.get(ROWS) is not None:
         return Finding("ok", "rows of a block", f"a row predicts {what} ({ROWS}).")
     cause = f"the draft does not say {ROWS}, so that a row is taken to predict {what}."

@@ -4,7 +4,7 @@ logits are then corrected one depth after the other), during draft-extend.
 Legend: B requests, M emitted rows of a window, D depths, K candidates of each, N rows of a block, H hidden.
 
 The entry of a token is made of its state alone, and nobody queries with it. So draft-extend writes entries of
-the accepted rows, root first, which are the tokens that the target commits, and the block behind them in the
+the accepted rows, root first, which are the tokens that the target commits, and the block after them in the
 scratch: the new root, whose state is not known, and masks. Its rows attend to all entries before the new
 root and to each other. Only entries of accepted rows are committed. The chain to propose is then ready.
 """
@@ -16,15 +16,16 @@ import torch
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import HeadDraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
-from eagle_kit.drafts.base.ready import ReadyDrafter
+from eagle_kit.drafts.base.one_pass import OnePassDrafter
+from eagle_kit.drafts.base.sampled_one_pass import SampledOnePassDrafter
 from eagle_kit.drafts.dflash.head import DFlashHead
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PoolLayout
-from eagle_kit.models.blocks.layers import KVSlots
+from eagle_kit.models.blocks.layers import KVRows
 from eagle_kit.ops.transfer import to_device
 
 
-class BlockDrafter(ReadyDrafter):
+class BlockDrafter(OnePassDrafter):
     """A head that drafts blocks, of as many rows as the depths need, whatever the block of its training."""
 
     model: HeadDraftModel
@@ -48,40 +49,44 @@ class BlockDrafter(ReadyDrafter):
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
-        states, tokens, num_committed = pending
-        context = self.model.features(states.flatten(0, 1)).unflatten(0, tokens.shape)
+        hidden_states, tokens, num_committed = pending
+        context = self.model.features(hidden_states.flatten(0, 1)).unflatten(0, tokens.shape)
         roots = tokens.gather(1, last[:, None])[:, 0]
-        drafted = self._block(context, roots, state.page_table, state.seq_lens, last + 1, spec, num_columns)
-        nodes = self.numbers[: tokens.shape[1]].expand(tokens.shape)
+        next_state = self._run_block(
+            context, roots, state.page_table, state.seq_lens, last + 1, spec, num_columns
+        )
+        nodes = self.arange[: tokens.shape[1]].expand(tokens.shape)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens, num_committed)
-        return drafted
+        return next_state
 
     def store(self, state: CycleState, pending: PendingTokens, num_columns: int) -> None:
         """See :class:`Drafter`; no block is drafted."""
-        states, tokens, num_committed = pending
-        positions = state.seq_lens[:, None] + self.numbers[: tokens.shape[1]]
+        hidden_states, tokens, num_committed = pending
+        positions = state.seq_lens[:, None] + self.arange[: tokens.shape[1]]
         is_there = positions < (state.seq_lens + num_committed)[:, None]
-        rows = torch.where(is_there, self.kv.slots(state.page_table, positions), self.kv.trash_row)
-        self._enter(self.model.features(states.flatten(0, 1)), positions.view(-1), rows.view(-1))
+        rows = torch.where(is_there, self.kv.rows_of(state.page_table, positions), self.kv.trash_row)
+        self._write_entries(
+            self.model.features(hidden_states.flatten(0, 1)), positions.view(-1), rows.view(-1)
+        )
 
-    def _enter(self, context: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
+    def _write_entries(self, context: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the entries of ``context [T, H]`` at ``positions`` int64 ``[T]`` into ``rows`` of the
         store."""
-        self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
+        self.head.context_entries(context, positions, lambda layer: KVRows(*self.kv.layer(layer), rows))
 
     def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
-        """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""
+        """See :class:`Drafter`: entries of the prompt's tokens, then blocks after prompts that end."""
         # Entries of all rows.
-        context = self.model.features(self.model.states(batch.out))
+        context = self.model.features(self.model.target_hidden_states(batch.out))
         rows, _ = self.kv.prompt_rows(batch.segments)
-        slots = [torch.arange(segment.start, segment.stop) for segment in batch.segments]
-        self._enter(context, to_device(torch.cat(slots), context.device), rows)
+        positions = [torch.arange(segment.start, segment.stop) for segment in batch.segments]
+        self._write_entries(context, to_device(torch.cat(positions), context.device), rows)
         if not len(batch.last):
             return self.empty_state(0, spec)
 
-        # A block behind each prompt that ends.
+        # A block after each prompt that ends.
         which = batch.requests_of_last()
-        return self._block(
+        return self._run_block(
             context.new_empty(len(which), 0, context.shape[1]),
             batch.roots,
             batch.page_tables[which],
@@ -91,7 +96,7 @@ class BlockDrafter(ReadyDrafter):
             max(batch.stops) + spec.steps + self.first,
         )
 
-    def _block(
+    def _run_block(
         self,
         context: torch.Tensor,
         roots: torch.Tensor,
@@ -101,29 +106,40 @@ class BlockDrafter(ReadyDrafter):
         spec: CandidateSpec,
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
-        """Write entries of context rows and run a block behind them, in the scratch.
+        """Write entries of context rows and run a block after them, in the scratch.
 
         Args:
-            context: ``[B, M, H]``, M may be 0; the rows of slots ``seq_lens [B]`` and on, of which the first
-                ``counts [B]`` are valid.
-            roots: int64 ``[B]``, the token behind them.
+            context: ``[B, M, H]``, M may be 0; the rows of positions ``seq_lens [B]`` and on, of which the
+                first ``counts [B]`` are valid.
+            roots: int64 ``[B]``, the token after them.
         """
         b, length, _ = context.shape
         size = spec.steps + self.first
+        num_keys = length + size
+
+        # Inputs of the block, and positions of context rows and block.
         inputs = self.head.block_inputs(roots, self.model.target.embed_tokens.weight, size)
-        offsets = torch.cat(
-            (self.numbers[:length].expand(b, length), counts[:, None] + self.numbers[:size]), 1
-        )
+        context_offsets = self.arange[:length].expand(b, length)
+        offsets = torch.cat((context_offsets, counts[:, None] + self.arange[:size]), 1)
         positions = (seq_lens[:, None] + offsets).view(-1)
-        valid = (1 << counts[:, None]) - 1
+
         # Bit j is row j. A block's rows see the valid ones, and each other or those up to themselves.
-        causal, over = self.head.config.causal, length + size
-        ways = {}
+        valid = (1 << counts[:, None]) - 1
+        causal = self.head.config.causal
+        attend_by_causality = {}
         for is_causal in set(causal):
             own = self.chain_bits[:size] if is_causal else self.chain_bits[size - 1]
             bits = (valid | (own << length)).expand(b, size)
-            ways[is_causal] = self.kv.entering_attend(page_table, seq_lens, bits, over, num_columns)
-        attends = [ways[is_causal] for is_causal in causal]
+            attend_by_causality[is_causal] = self.kv.entering_attend(
+                page_table, seq_lens, bits, num_keys, num_columns
+            )
+        attends = [attend_by_causality[is_causal] for is_causal in causal]
+
+        # One pass. Of the rows of a block those from ``first`` on draft.
         out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
-        read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
-        return self.drafted(read, spec, roots)
+        lm_head_input = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)  # [B * D, H]
+        return self.make_state(lm_head_input, spec, roots)
+
+
+class SampledBlockDrafter(SampledOnePassDrafter, BlockDrafter):
+    """Sampled chains of a head that drafts blocks."""

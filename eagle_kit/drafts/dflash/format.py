@@ -51,7 +51,9 @@ class BlockFormat(DraftFormat):
 
     def write(self, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
         """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
-        config, raw, name = self.kind.read_config(files), files.config, self.kind.name
+        config = self.kind.read_config(files)
+        raw = files.config
+        name = self.kind.name
         if peer == "eagle":
             refuse(peer, f"it has no class for {name} heads", "Export it for sglang, vllm or speculators.")
         own = {**raw[OWN], "format": peer}

@@ -5,10 +5,10 @@ hidden, m captured layers.
 
 The *context* of a token is its captured states, joined by ``fc`` and a norm, once. Every layer makes keys and
 values of it by its own projections; it has no queries and no MLP. A *block* has the anchor, which is the last
-sampled token, and masks behind it, at the positions from the anchor's on. Its rows attend to the context of
+sampled token, and masks after it, at the positions from the anchor's on. Its rows attend to the context of
 all tokens before the anchor and to each other in both directions; in layers with a sliding window, unless
 they are ``sliding_both``, to those of the block up to themselves. Row k predicts the token of its own
-position, so the anchor's row predicts nothing; or, with ``predicts_next``, the token behind it.
+position, so the anchor's row predicts nothing; or, with ``predicts_next``, the token after it.
 
 The layers are Qwen3's. Embedding and output layer are the target's; the mask is the row ``mask_token_id`` of
 that embedding. A head may have an output layer of its own over fewer tokens.
@@ -23,17 +23,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.drafts.base.captured_states import CapturedStatesArchitecture, default_sizes
+from eagle_kit.drafts.base.captured_states import (
+    CapturedStatesArchitecture,
+    CapturedStatesHead,
+    default_sizes,
+)
 from eagle_kit.drafts.eagle3.head import AfterAttention
-from eagle_kit.models.blocks.layers import MLP, Attend, Attention, KVSlots, RMSNorm, kv_slots_of
+from eagle_kit.models.blocks.layers import MLP, Attend, Attention, KVRows, RMSNorm, kv_rows_of
 from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.draft_chain import ChainRows, RowAttention
-from eagle_kit.models.draft_head import Block, DraftHead, StepForm
+from eagle_kit.models.draft_head import Block, StepForm
 from eagle_kit.objective.align import token_of
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.step_parts import call
+from eagle_kit.objective.step_parts import run_maybe_recomputed
 from eagle_kit.objective.target_features import positions_of
 from eagle_kit.ops.attention.ttt.anchored import anchored_attention
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
@@ -92,7 +96,7 @@ class DFlashConfig(CapturedStatesArchitecture):
 
     @property
     def first_drafted(self) -> int:
-        """The block's first row that predicts a token behind the anchor."""
+        """The block's first row that predicts a token after the anchor."""
         return 0 if self.predicts_next else 1
 
     @property
@@ -125,7 +129,8 @@ class DFlashConfig(CapturedStatesArchitecture):
 def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
     """Inputs of ``count`` layers spread evenly from layer 2 to the last but two, as published heads have
     them (outputs of layers 1 to L - 3); fewer where the target has fewer."""
-    first, last = min(2, num_layers), max(num_layers - 2, min(2, num_layers))
+    first = min(2, num_layers)
+    last = max(num_layers - 2, min(2, num_layers))
     places = (round(first + i * (last - first) / (count - 1)) for i in range(count))
     return tuple(dict.fromkeys(places))
 
@@ -137,44 +142,30 @@ class DFlashLayer(AfterAttention):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, config.intermediate_size)
 
 
-class DFlashHead(DraftHead):
-    """DFlash head.
-
-    Buffers: ``d2t`` and ``t2d`` as an EAGLE-3 head's.
-    """
+class DFlashHead(CapturedStatesHead):
+    """DFlash head."""
 
     config: DFlashConfig
     step_form = StepForm.BLOCK
-    first_slot = 0
-    d2t: torch.Tensor
+    first_position = 0
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.fc = Linear(len(config.aux_layer_ids) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(size, eps)
         self.lm_head = Linear(size, config.draft_vocab_size, bias=False) if config.owns_output else None
-
-    def make_buffers(self) -> None:
-        """See :class:`DraftHead`; the map is that of the first Vd tokens."""
-        super().make_buffers()
-        drafted, every = self.config.draft_vocab_size, self.config.vocab_size
-        self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
-        self.register_buffer("t2d", torch.arange(every) < drafted)
-
-    def set_vocab_map(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
-        """Copy in the draft vocabulary: ``d2t`` int64 ``[Vd]`` of offsets, ``t2d`` bool ``[V]``."""
-        self.d2t.copy_(d2t)
-        self.t2d.copy_(t2d)
 
     def bind(self, output: Linear) -> Self:
         """See :class:`DraftHead`; without registering it as a submodule."""
@@ -187,18 +178,18 @@ class DFlashHead(DraftHead):
         return []
 
     @property
-    def plain(self) -> Sequence[DFlashLayer]:
+    def extra_layers(self) -> Sequence[DFlashLayer]:
         """All layers."""
         return list(self.layers)  # type: ignore[arg-type]
 
     @property
     def attentions(self) -> list[Attention | LatentAttention]:
         """See :class:`DraftHead`."""
-        return [layer.self_attn for layer in self.plain]
+        return [layer.self_attn for layer in self.extra_layers]
 
     @property
     def output(self) -> Linear:
-        """Weight of its own output layer, or of the target's."""
+        """The head's own output layer, or the target's."""
         layer = self.bound if self.lm_head is None else self.lm_head
         assert layer is not None, "the head was not bound to a target"
         return layer
@@ -215,19 +206,34 @@ class DFlashHead(DraftHead):
         return self.hidden_norm(self.fc(aux_hidden_states))
 
     def block_inputs(self, anchors: torch.Tensor, embedding: torch.Tensor, size: int) -> torch.Tensor:
-        """Embeddings ``[A, size, H]`` of blocks behind the tokens ``anchors`` int64 ``[A]``, by the target's
-        ``embedding [V, H]``."""
+        """Embed the rows of blocks: the anchor, then masks.
+
+        Args:
+            anchors: int64 ``[A]``, first token of each block.
+            embedding: the target's, ``[V, H]``.
+            size: rows of a block, S.
+
+        Returns:
+            ``[A, S, H]``.
+        """
         tokens = torch.full((len(anchors), size), self.config.mask_token_id, device=anchors.device)
         return F.embedding(torch.cat((anchors[:, None], tokens[:, 1:]), 1), embedding)
 
     def context_entries(
-        self, context: torch.Tensor, positions: torch.Tensor, slots: Callable[[int], KVSlots]
+        self, context: torch.Tensor, positions: torch.Tensor, kv_rows: Callable[[int], KVRows]
     ) -> None:
-        """Write keys and values of ``context [T, H]`` at ``positions`` int64 ``[T]`` into the ``slots`` of
-        every layer. Queries, which nobody needs, are a part of the same matmul."""
+        """Write keys and values of context rows into every layer of a store.
+
+        Queries, which nobody needs, are a part of the same matmul.
+
+        Args:
+            context: ``[T, H]``.
+            positions: int64 ``[T]``.
+            kv_rows: rows of the store, by layer.
+        """
         rotation = self.rope.at(positions)
-        for i, layer in enumerate(self.plain):
-            layer.self_attn.qkv(context, rotation, slots(i))
+        for i, layer in enumerate(self.extra_layers):
+            layer.self_attn.qkv(context, rotation, kv_rows(i))
 
     def draft(
         self,
@@ -236,7 +242,7 @@ class DFlashHead(DraftHead):
         positions: torch.Tensor,
         attends: Sequence[Attend],
     ) -> torch.Tensor:
-        """Run a block of each request behind its context rows.
+        """Run a block of each request after its context rows.
 
         Args:
             context: ``[R, M, H]``, M may be 0.
@@ -245,57 +251,76 @@ class DFlashHead(DraftHead):
             attends: attention of each layer, which gives outputs of the rows of blocks alone.
 
         Returns:
-            ``[R * B, H]``, what the output layer reads.
+            Input of the output layer, ``[R * B, H]``.
         """
-        rotation, size = self.rope.at(positions), inputs.shape[1]
+        rotation = self.rope.at(positions)
+        size = inputs.shape[1]
         h = inputs.flatten(0, 1)
-        normed = self.plain[0].input_layernorm(h)
-        for i, (layer, attend) in enumerate(zip(self.plain, attends, strict=True)):
+        normed = self.extra_layers[0].input_layernorm(h)
+        for i, (layer, attend) in enumerate(zip(self.extra_layers, attends, strict=True)):
             rows = torch.cat((context, normed.unflatten(0, (-1, size))), 1).flatten(0, 1)
-            attended = attend(i, *layer.self_attn.qkv(rows, rotation, kv_slots_of(attend, i)))
+            attended = attend(i, *layer.self_attn.qkv(rows, rotation, kv_rows_of(attend, i)))
             normed, h = self.end_layer(i, h, attended)
         return normed
 
     def end_layer(
         self, layer: int, residual: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """End ``layer`` from what its attention gave -> its output normed for the next one, and itself, ``[T,
-        H]`` each; behind the last layer the norm is that of the output layer."""
-        h, added = self.plain[layer].parts(residual, attended)
-        norms = [*(plain.input_layernorm for plain in self.plain[1:]), self.norm]
-        return norms[layer].add(added, h)
+        """Run the part of a layer after its attention, and the norm that follows.
+
+        Args:
+            layer: index of the layer.
+            residual: ``[T, H]``.
+            attended: output of its attention ``[T, Hq, D]``.
+
+        Returns:
+            The layer's output after the next layer's first norm (after the last layer, the norm in front of
+            the output layer), and the output itself, ``[T, H]`` each.
+        """
+        after_attention, mlp_output = self.extra_layers[layer].residual_and_mlp(residual, attended)
+        norms = [*(each.input_layernorm for each in self.extra_layers[1:]), self.norm]
+        return norms[layer].add(mlp_output, after_attention)
 
     def corrected(self, blocks: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """What the output layer reads, from the normed rows that draft ``[A, S, H]`` and the tokens
-        ``before`` those that they draft int64 ``[A, S]``: here the rows alone."""
+        """Input of the output layer from the rows that draft; here the rows themselves.
+
+        Args:
+            blocks: normed rows that draft ``[A, S, H]``.
+            before: int64 ``[A, S]``, the token before the one that each row drafts.
+        """
         return blocks
 
     def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
-        """See :class:`DraftHead`: a block of as many rows as ``steps`` need behind every row."""
-        rows, size = given.rows, steps + self.config.first_drafted
-        numbers = torch.arange(size, device=rows.device)
-        h = torch.cat(
-            (
-                given.embeds(rows, 0)[:, None],
-                given.mask(self.config.mask_token_id).expand(len(rows), size - 1, -1),
-            ),
-            1,
-        ).flatten(0, 1)
-        own = self.rope.at((given.positions[rows, None] + 1 + numbers).flatten())
-        before = self.rope.at(given.positions)
-        normed = self.plain[0].input_layernorm(h)
-        ways = zip(self.plain, self.config.variants, self.config.causal, strict=True)
-        for i, (layer, variant, is_causal) in enumerate(ways):
-            _, k, v = layer.self_attn.qkv(given.features, before)
-            mine = [part.unflatten(0, (-1, size)) for part in layer.self_attn.qkv(normed, own)]
-            attended = RowAttention(variant, given).block(k, v, *mine, is_causal=is_causal)
+        """See :class:`DraftHead`: a block of as many rows as ``steps`` need after every row."""
+        rows = given.rows
+        size = steps + self.config.first_drafted
+
+        # Inputs of the blocks, and positions of text and blocks.
+        anchors = given.embeds(rows, 0)[:, None]
+        masks = given.mask(self.config.mask_token_id).expand(len(rows), size - 1, -1)
+        h = torch.cat((anchors, masks), 1).flatten(0, 1)
+        offsets = torch.arange(size, device=rows.device)
+        block_rotation = self.rope.at((given.positions[rows, None] + 1 + offsets).flatten())
+        context_rotation = self.rope.at(given.positions)
+
+        # The layers: the text is keys and values only.
+        normed = self.extra_layers[0].input_layernorm(h)
+        for i, layer in enumerate(self.extra_layers):
+            _, k, v = layer.self_attn.qkv(given.features, context_rotation)
+            q, own_k, own_v = (
+                part.unflatten(0, (-1, size)) for part in layer.self_attn.qkv(normed, block_rotation)
+            )
+            attention = RowAttention(self.config.variants[i], given)
+            attended = attention.block(k, v, q, own_k, own_v, is_causal=self.config.causal[i])
             normed, h = self.end_layer(i, h, attended.flatten(0, 1))
+
+        # The rows that draft, corrected by the text's own token before each (DSpark).
         drafted = normed.unflatten(0, (-1, size))[:, self.config.first_drafted :]
         tokens = torch.stack([given.tokens(rows, step) for step in range(steps)], 1)
         return list(self.corrected(drafted, tokens).unbind(1))
 
     def training_steps(self, batch: TTTBatch, *, recompute: bool) -> list[torch.Tensor]:
-        """See :class:`DraftHead`. The token behind each row with loss of step 0 is an anchor; row k of its
+        """See :class:`DraftHead`. The token after each supervised row of step 0 is an anchor; row k of its
         block drafts what step k drafts."""
         plan = batch.plan
         features = batch.inputs or batch.features
@@ -307,7 +332,7 @@ class DFlashHead(DraftHead):
         block_rotation = self.rope.at((positions[rows, None] + 1 + offsets).flatten())
 
         def one_layer(i: int, context: torch.Tensor, normed: torch.Tensor, h: torch.Tensor) -> Any:
-            attention = self.plain[i].self_attn
+            attention = self.extra_layers[i].self_attn
             _, k, v = attention.qkv(context, context_rotation)
             q, own_k, own_v = (
                 part.unflatten(0, (-1, size)) for part in attention.qkv(normed, block_rotation)
@@ -325,12 +350,14 @@ class DFlashHead(DraftHead):
             )
             return self.end_layer(i, h, attended.flatten(0, 1))
 
-        context = call(recompute, self.features, features.hidden[: plan.length], features.aux[: plan.length])
+        hidden = features.hidden[: plan.length]
+        aux_hidden_states = features.aux_hidden_states[: plan.length]
+        context = run_maybe_recomputed(recompute, self.features, hidden, aux_hidden_states)
         anchors = batch.ids[token_of(rows, 0)]
         h = self.block_inputs(anchors, self.embedding(batch.embed_weight), size).flatten(0, 1)
-        normed = self.plain[0].input_layernorm(h)
+        normed = self.extra_layers[0].input_layernorm(h)
         for i in range(self.config.num_layers):
-            normed, h = call(recompute, partial(one_layer, i), context, normed, h)
+            normed, h = run_maybe_recomputed(recompute, partial(one_layer, i), context, normed, h)
 
         # Rows that draft, corrected by the text's own token before each (DSpark).
         drafted = normed.unflatten(0, (-1, size))[:, self.config.first_drafted :]

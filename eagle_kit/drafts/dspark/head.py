@@ -50,21 +50,28 @@ class ConfidenceHead(nn.Module):
 class DSparkHead(DFlashHead):
     """DSpark head.
 
-    What its output layer reads is a row of H values and, behind them, the r values of its correction.
+    What its output layer reads is a row of H values and, after them, the r values of its correction.
     """
 
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        size, rank = config.hidden_size, config.markov_rank
-        self.markov_head = (
-            MarkovHead(size, rank, config.markov_form, (config.vocab_size, config.draft_vocab_size))
-            if rank
-            else None
-        )
-        reads = rank if config.confidence_reads_token else 0
-        self.confidence_head = ConfidenceHead(size + reads) if config.has_confidence else None
+        self.markov_head: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(
+                config.hidden_size,
+                config.markov_rank,
+                config.markov_form,
+                config.vocab_size,
+                config.draft_vocab_size,
+            )
+        self.confidence_head: ConfidenceHead | None = None
+        if config.has_confidence:
+            confidence_size = config.hidden_size
+            if config.confidence_reads_token:
+                confidence_size += config.markov_rank
+            self.confidence_head = ConfidenceHead(confidence_size)
 
     @property
     def markov(self) -> MarkovHead | None:
@@ -89,11 +96,11 @@ class DSparkHead(DFlashHead):
         rows, values = fed_back.split((self.config.hidden_size, self.config.markov_rank), -1)
         return super().logits(rows) + self.markov_head.markov_w2(values)
 
-    def confidence_logits(self, read: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+    def confidence_logits(self, lm_head_input: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
         """See :class:`~eagle_kit.models.draft_head.DraftHead`."""
         if self.confidence_head is None:
             return None
-        rows = read[..., : self.config.hidden_size]
+        rows = lm_head_input[..., : self.config.hidden_size]
         if self.config.confidence_reads_token and self.markov_head is not None:
             rows = torch.cat((rows, self.markov_head.markov_w1(before).to(rows.dtype)), -1)
         return self.confidence_head.proj(rows)[..., 0]

@@ -13,14 +13,14 @@ from typing import Any
 
 from eagle_kit.config.drafts.blocks import DSparkHeadConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.drafts.base.kind import Weights, our_names
+from eagle_kit.drafts.base.kind import HeadTensors, our_names
 from eagle_kit.drafts.dflash.block_kind import ROWS, TABLE, BlockKind
 from eagle_kit.drafts.dspark.format import FORM, RANK, DSparkFormat
 from eagle_kit.drafts.dspark.head import DSparkConfig, DSparkHead
 from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.models.blocks.markov import MARKOV_FORMS
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import read_flag, wrong_value
+from eagle_kit.models.config_values import read_flag, wrong_value
 from eagle_kit.models.targets.target import Target
 
 CONFIDENCE, READS_TOKEN = "enable_confidence_head", "confidence_head_with_markov"
@@ -65,7 +65,8 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead, DSparkHeadConfig]):
 
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
         """See :class:`~eagle_kit.drafts.dflash.block_kind.BlockKind`."""
-        fields, where = super().read_fields(files, target), files.where
+        fields = super().read_fields(files, target)
+        where = files.where
         config = self.read_keys(files)
         rank = config.get(RANK)
         if rank is None and (shape := _shape_of(files, TABLE_WEIGHT)) is not None:
@@ -135,9 +136,9 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead, DSparkHeadConfig]):
             )
         return True
 
-    def take(self, files: DraftFiles, config: DSparkConfig, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: DSparkConfig, target: Target | None) -> HeadTensors:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; an unused placeholder is left out."""
-        found = super().take(files, config, target)
+        found = super().sort_tensors(files, config, target)
         found.tensors.pop("mask_embedding", None)
         return found
 

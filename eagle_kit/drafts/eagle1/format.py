@@ -2,8 +2,8 @@
 
 The classes do not agree on biases. SGLang's ``fc`` always has one, vLLM's never, EAGLE's unless ``bias`` is
 false. SGLang and vLLM take ``bias`` for biases of attention; SGLang has those of queries, keys, values and
-output together or not at all. Zeros make up for a bias that a class wants and the head has not: the logits
-are the same, and the zeros are left out again on the way back (they are named under ``zeros``).
+output together or not at all. Zeros make up for a bias that a class wants and the head does not have: the
+logits are the same, and the zeros are left out again on the way back (they are named under ``zeros``).
 """
 
 import warnings
@@ -69,7 +69,7 @@ class Eagle1Format(DraftFormat):
                     refuse(peer, "the fc of its EAGLE class has no bias", "Export it for sglang or eagle.")
             case "eagle":
                 if config.attention_out_bias:
-                    refuse(peer, "its head has no bias behind its attention")
+                    refuse(peer, "its head has no bias after its attention")
                 if config.rope_scaling:
                     refuse(peer, f"its RoPE has no scaling of the kind {config.rope_scaling['rope_type']}")
                 if config.head_dim * config.num_heads != config.hidden_size:
@@ -114,7 +114,7 @@ class Eagle1Format(DraftFormat):
 def _missing_biases(
     config: Eagle1Config, tensors: dict[str, torch.Tensor], *, fc: bool, attention: bool
 ) -> dict[str, torch.Tensor]:
-    """Zeros for the biases that a class has and the head has not."""
+    """Zeros for the biases that a class has and the head does not have."""
     kv = config.num_kv_heads * config.head_dim
     wanted = {FC_BIAS: config.hidden_size} if fc else {}
     if attention:

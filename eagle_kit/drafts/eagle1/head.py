@@ -21,7 +21,7 @@ from eagle_kit.ops.linear import Linear
 
 @dataclass(frozen=True)
 class Eagle1Config(DecoderConfig, TiedArchitecture):
-    """Architecture of an EAGLE-1 head: one Llama decoder layer behind ``fc``, which may have a bias.
+    """Architecture of an EAGLE-1 head: one Llama decoder layer after ``fc``, which may have a bias.
 
     Attributes:
         logit_scale: the target's factor of logits.
@@ -69,10 +69,10 @@ class Eagle1Head(TiedHead, Block):
         """The head itself."""
         return [self]
 
-    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, feature: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`; there is no norm between ``fc`` and
         attention, so both results are the same ``[T, H]``."""
-        x = self.fc(torch.cat((embeds, hidden), -1))
+        x = self.fc(torch.cat((embeds, feature), -1))
         return x, x
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Eagle1Head(TiedHead, Block):
         normed, h = self.post_attention_layernorm.add(self.self_attn.o_proj(attended.flatten(1)), residual)
         return h + self.mlp(normed)
 
-    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
+    def norm_for_lm_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.draft_head.DraftHead`; the output layer is the target's, whose
         logits have a factor."""
         return fed_back if self.config.logit_scale == 1.0 else fed_back * self.config.logit_scale

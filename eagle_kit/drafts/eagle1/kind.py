@@ -16,7 +16,7 @@ import torch
 
 from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, describe_attention
+from eagle_kit.drafts.base.kind import HeadKind, HeadTensors, InitContext, describe_attention
 from eagle_kit.drafts.eagle1.format import ARCHITECTURE, LAYER, Eagle1Format
 from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
 from eagle_kit.drafts.eagle3.head import Eagle3Config
@@ -24,7 +24,7 @@ from eagle_kit.drafts.files.config_json import LAYER_SIZES, OWN_EMBEDDING, layer
 from eagle_kit.drafts.files.draft_files import OUTPUT, DraftFiles
 from eagle_kit.drafts.files.structure import count_layers, joins_embedding
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import MAX_POSITIONS, read_flag, read_number, read_size
+from eagle_kit.models.config_values import MAX_POSITIONS, read_flag, read_number, read_size
 from eagle_kit.models.targets.target import Target
 
 NAMES = (
@@ -60,7 +60,8 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head, Eagle1HeadConfig]):
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Eagle1Config:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; names of the tensors tell which biases there
         are."""
-        raw, where = files.config, files.where
+        raw = files.config
+        where = files.where
         names = {name.removeprefix("model.") for name in files.tensors}
         for key, tensor in BIASES.items():
             if read_flag(raw, key, where) and tensor not in names:
@@ -104,10 +105,10 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head, Eagle1HeadConfig]):
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         return part if part.startswith(("fc.", "embed_tokens.")) else LAYER + part
 
-    def take(self, files: DraftFiles, config: Eagle1Config, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: Eagle1Config, target: Target | None) -> HeadTensors:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; vLLM lets the copy of the output layer have
         fewer rows."""
-        found = super().take(files, config, target)
+        found = super().sort_tensors(files, config, target)
         if OUTPUT in found.tensors:
             found.copies[OUTPUT] = found.tensors.pop(OUTPUT)
         return found
@@ -127,7 +128,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head, Eagle1HeadConfig]):
 
     def new_config(self, settings: Eagle1HeadConfig, target: TargetConfig) -> Eagle1Config:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`: the layer of an EAGLE-3 head over all tokens,
-        behind EAGLE-1's ``fc``."""
+        after EAGLE-1's ``fc``."""
         like = Eagle3Config.for_target(target, target.vocab_size)
         sizes = {key: getattr(like, key) for key in (*LAYER_SIZES, "max_position_embeddings")}
         width = settings.intermediate_size or like.intermediate_size

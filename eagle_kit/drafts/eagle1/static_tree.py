@@ -2,7 +2,8 @@
 its r-th candidate. As the topology does not depend on the drafted values, siblings may also be sampled from
 the draft's own distribution, without replacement, and verified by rejection (SpecInfer, arXiv 2305.09781).
 
-Legend: B requests, N window nodes, S depth, M nodes that are forwarded, V / Vd target / draft vocabulary.
+Legend: B requests, N window nodes, S depth, M nodes that are forwarded, F size of a feature, V / Vd target /
+draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from eagle_kit.drafts.base.sampled import SampledDrafter, SampledDraftState, dra
 from eagle_kit.ops.attention.window import ancestor_bits
 from eagle_kit.ops.sampling import DRAFT_UNIFORMS, SamplingBatch, sample_distinct, window_uniforms
 from eagle_kit.ops.tree_build import Tree
-from eagle_kit.verify.proposal import Deterministic, DraftOutput, SampledTree
+from eagle_kit.verify.proposal import Deterministic, DraftOutput, Proposal, SampledTree
 from eagle_kit.verify.verifiers import RejectionSampling, Relaxed, TargetOnly
 
 EAGLE1_CHOICES = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
@@ -71,10 +72,17 @@ def _order(path: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 class _Children(NamedTuple):
-    """Children of the ``node`` at place ``at`` of its level, and their ranks, as indices int64 on the
-    device."""
+    """Children of a node.
 
-    at: int
+    Attributes:
+        node_index: index of the node in its level.
+        node: the node.
+        below: int64, its children, on the device.
+        ranks: int64, which candidate of the node each child is, on the device.
+        num_candidates: candidates that hold all ranks.
+    """
+
+    node_index: int
     node: int
     below: torch.Tensor
     ranks: torch.Tensor
@@ -82,12 +90,20 @@ class _Children(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """One depth: its inner ``nodes`` and the places of their parents in the level ``above`` int64 ``[M]``,
-    ``bits`` int64 ``[1, M]`` over the ``num_keys`` nodes forwarded so far, and the children of each node."""
+    """Nodes of one depth that have children; M nodes.
+
+    Attributes:
+        depth: their depth.
+        nodes: int64 ``[M]``.
+        parent_index: int64 ``[M]``, index of each one's parent in the level before.
+        bits: int64 ``[1, M]``, ancestors among the nodes forwarded so far.
+        num_keys: number of nodes forwarded so far.
+        families: the children of each node.
+    """
 
     depth: int
     nodes: torch.Tensor
-    above: torch.Tensor
+    parent_index: torch.Tensor
     bits: torch.Tensor
     num_keys: int
     families: list[_Children]
@@ -105,7 +121,8 @@ class StaticDrafter(SampledDrafter):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        topology, device = self.topology, self.model.device
+        topology = self.topology
+        device = self.model.device
         parents = torch.tensor([topology.parents], device=device)
         self._parents = parents
         self._depths = torch.tensor([topology.depths], device=device)
@@ -128,24 +145,32 @@ class StaticDrafter(SampledDrafter):
             )
 
     def _level(self, depth: int) -> _Level:
-        topology, device = self.topology, self.model.device
+        """Make the indices of one depth."""
+        topology = self.topology
+        device = self.model.device
         level = topology.inner[depth]
+
+        # Nodes are forwarded level by level; the root is not. So a node of depth 1 is its own parent.
         forwarded = [node for inner in topology.inner[1 : depth + 1] for node in inner]
-        place = {node: i for i, node in enumerate(forwarded)}
-        # A node of depth 1 has its parent's place for its own: the root is not forwarded.
-        parents = [place.get(topology.parents[node], place[node]) for node in forwarded]
+        index_of = {node: i for i, node in enumerate(forwarded)}
+        parents = [index_of.get(topology.parents[node], index_of[node]) for node in forwarded]
         bits = ancestor_bits(torch.tensor([parents or [0]]), depth)[:, -len(level) :]
-        above = topology.inner[depth - 1] if depth else level
+
+        # Children of each node, and the parents of the nodes.
         families = []
-        for at, node in enumerate(level):
-            below = topology.children(node)
-            ranks = [topology.ranks[child] for child in below]
-            columns, candidates = torch.tensor(below, device=device), torch.tensor(ranks, device=device)
-            families.append(_Children(at, node, columns, candidates, ranks[-1] + 1))
+        for node_index, node in enumerate(level):
+            children = topology.children(node)
+            ranks = [topology.ranks[child] for child in children]
+            below = torch.tensor(children, device=device)
+            families.append(
+                _Children(node_index, node, below, torch.tensor(ranks, device=device), ranks[-1] + 1)
+            )
+        before = topology.inner[depth - 1] if depth else level
+        parent_index = [before.index(topology.parents[node]) for node in level]
         return _Level(
             depth,
             torch.tensor(level, device=device),
-            torch.tensor([above.index(topology.parents[node]) for node in level], device=device),
+            torch.tensor(parent_index, device=device),
             bits.to(device),
             len(forwarded),
             families,
@@ -158,30 +183,43 @@ class StaticDrafter(SampledDrafter):
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Fill the topology behind the roots; ``shape`` must be the topology's."""
+        """Fill the topology after the roots; ``shape`` must be the topology's."""
         assert isinstance(state.draft, SampledDraftState)
-        roots, seq_lens = state.roots, state.seq_lens
-        b, count = roots.shape[0], len(self.topology.parents)
+        roots = state.roots
+        b = roots.shape[0]
+        num_nodes = len(self.topology.parents)
+
+        # The window, and what sampling needs.
         sampled = sampling if self.samples else None
-        tokens = roots[:, None].expand(b, count).clone()
-        distributions = uniforms = None
+        tokens = roots[:, None].expand(b, num_nodes).clone()
+        distributions = None
+        uniforms = None
         if sampled is not None:
-            distributions = torch.zeros(b, count, self.vocab_size, device=roots.device)
-            uniforms = window_uniforms(sampled.seeds, seq_lens, count, DRAFT_UNIFORMS)
-        logits, features = state.draft.logits[:, None], state.draft.features[:, None]
+            distributions = torch.zeros(b, num_nodes, self.vocab_size, device=roots.device)
+            uniforms = window_uniforms(sampled.seeds, state.seq_lens, num_nodes, DRAFT_UNIFORMS)
+
+        # Level by level: logits of the nodes with children, then the tokens of the children.
+        logits = state.draft.logits[:, None]  # [B, M, Vd]
+        features = state.draft.features[:, None]  # [B, M, F]
         for level in self._levels:
             if level.depth:
                 logits, features = self._forward(state, tokens, features, level, num_columns)
-            for at, node, below, ranks, num_candidates in level.families:
+            for node_index, node, below, ranks, num_candidates in level.families:
                 if distributions is not None and uniforms is not None and sampled is not None:
-                    distributions[:, node] = draft_distribution(self, logits[:, at], sampled)
+                    distributions[:, node] = draft_distribution(self, logits[:, node_index], sampled)
                     chosen = sample_distinct(distributions[:, node], uniforms.index_select(1, below))
                 else:
-                    ids = logits[:, at].topk(num_candidates, -1).indices
+                    ids = logits[:, node_index].topk(num_candidates, -1).indices
                     chosen = self.model.to_target(ids).index_select(1, ranks)
                 tokens.index_copy_(1, below, chosen)
-        tree = Tree(tokens, *(part.expand(b, count) for part in (self._parents, self._depths, self._bits)))
-        return DraftOutput(tree, Deterministic() if distributions is None else SampledTree(distributions))
+
+        parents, depths, bits = (
+            part.expand(b, num_nodes) for part in (self._parents, self._depths, self._bits)
+        )
+        proposal: Proposal = Deterministic()
+        if distributions is not None:
+            proposal = SampledTree(distributions)
+        return DraftOutput(Tree(tokens, parents, depths, bits), proposal)
 
     def _forward(
         self,
@@ -191,16 +229,22 @@ class StaticDrafter(SampledDrafter):
         level: _Level,
         num_columns: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the nodes of one level that have children -> their logits ``[B, M, Vd]`` and features."""
-        b, m = tokens.shape[0], len(level.nodes)
+        """Run the nodes of one level that have children.
+
+        Returns:
+            Their logits ``[B, M, Vd]``, and the features of the next level ``[B, M, F]``.
+        """
+        b = tokens.shape[0]
+        m = len(level.nodes)
         attend = self.kv.window_attend(
             state.page_table, state.seq_lens + 1, level.bits.expand(b, m), level.num_keys, num_columns
         )
-        mine = features.index_select(1, level.above).flatten(0, 1)
-        positions = (state.seq_lens + (level.depth - self.model.first_slot))[:, None].expand(b, m)
-        chosen = tokens.index_select(1, level.nodes).reshape(-1)
-        out = self.model.step(StepRows(mine, chosen, positions.reshape(-1)), attend)
-        return self.model.logits(out.read).float().view(b, m, -1), self._fed_back(out).view(b, m, -1)
+        parent_features = features.index_select(1, level.parent_index).flatten(0, 1)
+        rope_positions = (state.seq_lens + (level.depth - self.model.first_position))[:, None].expand(b, m)
+        node_tokens = tokens.index_select(1, level.nodes).reshape(-1)
+        out = self.model.step(StepRows(parent_features, node_tokens, rope_positions.reshape(-1)), attend)
+        logits = self.model.logits(out.lm_head_input).float()
+        return logits.view(b, m, -1), self._next_features(out).view(b, m, -1)
 
 
 class SampledStaticDrafter(StaticDrafter):

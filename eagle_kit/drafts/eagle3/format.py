@@ -13,7 +13,7 @@ All of them capture layers in ascending order, whatever the order of the list.
 import warnings
 from typing import Any
 
-from eagle_kit.drafts.eagle3.fused_states import (
+from eagle_kit.drafts.eagle3.fused_states_kind import (
     CONVENTION,
     FLAGS,
     LATENT_LAYER,
@@ -54,7 +54,7 @@ SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", *FLAGS)
 
 
 class FusedStatesFormat(DraftFormat):
-    """Layouts of heads of a :class:`~eagle_kit.drafts.eagle3.fused_states.FusedStatesKind`."""
+    """Layouts of heads of a :class:`~eagle_kit.drafts.eagle3.fused_states_kind.FusedStatesKind`."""
 
     kind: FusedStatesKind[Any, Any, Any]
 
@@ -263,7 +263,7 @@ def _check_plain(config: Eagle3Config, peer: Format) -> None:
     }
     for part, has in parts.items():
         if has:
-            refuse(peer, f"it has {part}, and its class has not", "Export it for vllm or speculators.")
+            refuse(peer, f"it has {part}, and its class does not", "Export it for vllm or speculators.")
 
 
 def _sglang_ids(config: Eagle3Config, served: Served) -> tuple[list[int], str]:

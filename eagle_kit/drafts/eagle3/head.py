@@ -2,21 +2,30 @@
 
 The paper's symbols (section 3.1, figure 5) and the code:
 
-    l, m, h    hidden states of a low, a middle and a high target layer: ``aux_hidden_states``
+    l, m, h    hidden states of a low, a middle and a high target layer (inputs of the layers 2, L//2 and
+               L - 3 by default): ``aux_hidden_states``
     g          their fusion ``fc([l; m; h])``, the feature of step 0: :meth:`Eagle3Head.fuse`
     e          embedding of the next token: ``embeds``
     a          output of the decoder layer, which is the feature of the next step in place of g:
                :meth:`Eagle3Head.feed_back`, ``StepOutput.fed_back``
     LM head    ``lm_head(norm(a))`` over the draft vocabulary: :meth:`Eagle3Head.logits`
 
-The paper reduces ``[e; g]`` to H by a second linear layer. The published checkpoints have none, and
-neither has this head: the projections of queries, keys and values read 2 H values. The draft
-vocabulary (``d2t``, ``t2d``) is of the published code, not of the paper. EAGLE-3.1 (arXiv
-2605.09992) is ``fc_norm`` and ``norm_output`` of :class:`Eagle3Config`. Training-time test (section
-3.2) is :mod:`eagle_kit.objective.ttt`.
+A step in order: :meth:`Eagle3Layer.inputs` (norms, ``[e; g]``), attention, :meth:`AfterAttention.finish`
+(``o_proj``, MLP), :meth:`Eagle3Head.feed_back`, LM head.
 
-Legend: T packed tokens, H hidden, Ht hidden of the target, L captured layers, Hq query heads, D head
-size, Vd draft vocabulary, V target vocabulary.
+* Training (training-time test, section 3.2) runs these parts in :mod:`eagle_kit.objective.ttt`, over all rows
+  of a packed sequence.
+* Serving runs them in :meth:`DraftHead.step`, over a paged cache, with fused kernels for the first
+  (:meth:`Eagle3Layer.gather_inputs`) and the last (:meth:`Eagle3Head.finish_step`). Drafting is
+  :class:`eagle_kit.drafts.base.autoregressive.AutoregressiveDrafter`.
+
+Not of the paper: it reduces ``[e; g]`` to H by a second linear layer. The published checkpoints have none,
+and neither has this head: the projections of queries, keys and values read 2 H values. The draft vocabulary
+(``d2t``, ``t2d``) is of the published code. EAGLE-3.1 (arXiv 2605.09992) is ``fc_norm`` and ``norm_output``
+of :class:`Eagle3Config`.
+
+Legend: T packed tokens, H hidden, Ht hidden of the target, L captured layers, Hq query heads, D head size, Vd
+draft vocabulary, V target vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -25,12 +34,16 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from eagle_kit.drafts.base.captured_states import CapturedStatesArchitecture, default_sizes
+from eagle_kit.drafts.base.captured_states import (
+    CapturedStatesArchitecture,
+    CapturedStatesHead,
+    default_sizes,
+)
 from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm
 from eagle_kit.models.blocks.mla import LatentAttention, make_attention
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import MLAConfig
-from eagle_kit.models.draft_head import Block, DraftHead, StepOutput
+from eagle_kit.models.draft_head import Block, StepOutput
+from eagle_kit.models.layer_configs import MLAConfig
 from eagle_kit.ops.draft_inputs import draft_inputs
 from eagle_kit.ops.linear import Linear
 
@@ -49,7 +62,7 @@ class Eagle3Config(CapturedStatesArchitecture):
         attention_bias: the projections of queries, keys and values have biases.
         qk_norm: RMSNorms of queries and keys, as in Qwen3.
         mla: sizes of latent attention; None for the attention of a Llama layer.
-        own_embedding: the head has a trained embedding, which is not the target's.
+        own_embedding: the head has a trained embedding. The published heads read the target's, frozen.
         target: name of the target that the head was trained for.
         template_hash: hash of the chat template of its training data.
     """
@@ -94,10 +107,12 @@ class AfterAttention(nn.Module):
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.draft_head.Block`."""
-        h, mlp_output = self.parts(residual, attended)
-        return h + mlp_output
+        after_attention, mlp_output = self.residual_and_mlp(residual, attended)
+        return after_attention + mlp_output
 
-    def parts(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def residual_and_mlp(
+        self, residual: torch.Tensor, attended: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The two summands of :meth:`finish`, for a fused norm that adds them.
 
         Args:
@@ -108,13 +123,16 @@ class AfterAttention(nn.Module):
             The states after attention and the output of the MLP, ``[T, H]`` each.
         """
         attention_output = self.self_attn.o_proj(attended.flatten(1))  # [T, H]
-        normed, h = self.post_attention_layernorm.add(attention_output, residual)  # [T, H] each
-        return h, self.mlp(normed)
+        normed, after_attention = self.post_attention_layernorm.add(attention_output, residual)  # [T, H] each
+        return after_attention, self.mlp(normed)
 
 
 class Eagle3Layer(AfterAttention, Block):
-    """The single decoder layer (section 3.1). Attention reads ``[norm(e); norm(g)]``; the residual is
-    ``g``, or ``a`` of the step before."""
+    """The single decoder layer (section 3.1).
+
+    The feature f is g in step 0 and a, the output of the step before, in later steps. Attention reads
+    ``[input_layernorm(e); hidden_norm(f)]``, and the residual is f.
+    """
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -127,15 +145,15 @@ class Eagle3Layer(AfterAttention, Block):
         self.mlp = MLP(size, config.intermediate_size)
         self.norm_before_residual = config.norm_before_residual
 
-    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, feature: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`; attention's input is ``[T, 2H]``."""
-        normed = self.hidden_norm(hidden)  # [T, H]
+        normed = self.hidden_norm(feature)  # [T, H]
         x = torch.cat((self.input_layernorm(embeds), normed), -1)  # [T, 2 H]
         if self.norm_before_residual:
             return x, normed
-        return x, hidden
+        return x, feature
 
-    def inputs_of(
+    def gather_inputs(
         self,
         features: torch.Tensor,
         feature_rows: torch.Tensor | None,
@@ -144,19 +162,18 @@ class Eagle3Layer(AfterAttention, Block):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`."""
         norms = (self.input_layernorm.weight, self.hidden_norm.weight)
-        x, hidden = draft_inputs(features, feature_rows, tokens, embedding, norms, self.hidden_norm.eps)
-        # x: [T, 2 H], hidden: [T, H]
+        x, feature = draft_inputs(features, feature_rows, tokens, embedding, norms, self.hidden_norm.eps)
+        # x: [T, 2 H], feature: [T, H]
         if self.norm_before_residual:
             return x, x[:, features.shape[1] :]
-        return x, hidden
+        return x, feature
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(CapturedStatesHead):
     """EAGLE-3 head.
 
     Attributes:
-        d2t: int64 ``[Vd]``, offsets: target id = draft id + ``d2t[draft id]``.
-        t2d: bool ``[V]``, True for target tokens that are in the draft vocabulary.
+        d2t, t2d: draft vocabulary, see :class:`CapturedStatesHead`.
         input_norm: RMSNorm over all captured states; None without ``norm_before_fc``.
         fc_norm: one RMSNorm for each captured layer; None without ``fc_norm``.
         fc: fusion of the captured states, ``[H, L * Ht]``; None without captured layers.
@@ -167,7 +184,6 @@ class Eagle3Head(DraftHead):
     """
 
     config: Eagle3Config
-    d2t: torch.Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
@@ -194,20 +210,6 @@ class Eagle3Head(DraftHead):
         self.norm = RMSNorm(size, eps)
         self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
 
-    def make_buffers(self) -> None:
-        """See :class:`DraftHead`. The draft vocabulary begins as the first Vd target tokens."""
-        super().make_buffers()
-        d2t = torch.zeros(self.config.draft_vocab_size, dtype=torch.int64)
-        self.register_buffer("d2t", d2t)
-        t2d = torch.zeros(self.config.vocab_size, dtype=torch.bool)
-        t2d[: self.config.draft_vocab_size] = True
-        self.register_buffer("t2d", t2d)
-
-    def set_vocab_map(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
-        """Copy in the draft vocabulary: ``d2t`` int64 ``[Vd]`` of offsets, ``t2d`` bool ``[V]``."""
-        self.d2t.copy_(d2t)
-        self.t2d.copy_(t2d)
-
     @property
     def blocks(self) -> list[Block]:
         """The single decoder layer."""
@@ -215,18 +217,13 @@ class Eagle3Head(DraftHead):
 
     @property
     def output(self) -> Linear:
-        """Weight of ``lm_head``."""
+        """The LM head, of weight ``[Vd, H]``."""
         return self.lm_head
 
     @property
-    def target_ids(self) -> torch.Tensor:
+    def token_map(self) -> torch.Tensor:
         """Target id of every draft id, int64 ``[Vd]``."""
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
-
-    @property
-    def token_map(self) -> torch.Tensor:
-        """See :attr:`target_ids`."""
-        return self.target_ids
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Convert draft ids of any shape to target ids."""
@@ -258,23 +255,24 @@ class Eagle3Head(DraftHead):
         return self.fuse(aux_hidden_states)
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """Feature of the next step from the layer's output ``out``, both ``[T, H]`` (section 3.1): a
-        itself, or ``norm(a)`` in EAGLE-3.1."""
+        """Feature of the next step from the layer's output ``out``, both ``[T, H]`` (section 3.1): a itself,
+        or ``norm(a)`` in EAGLE-3.1."""
         if self.config.norm_output:
             return self.norm(out)
         return out
 
     def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
-        """See :class:`DraftHead`. The layer's last addition and :attr:`norm` are one operation."""
+        """See :class:`DraftHead`: ``feed_back(layer.finish(...))`` and :meth:`norm_for_lm_head`. The last
+        addition of the layer and :attr:`norm` are one operation."""
         assert isinstance(layer, AfterAttention)
-        h, mlp_output = layer.parts(residual, attended)  # [T, H] each
-        normed, out = self.norm.add(mlp_output, h)  # [T, H] each
+        after_attention, mlp_output = layer.residual_and_mlp(residual, attended)  # [T, H] each
+        normed, out = self.norm.add(mlp_output, after_attention)  # [T, H] each
         fed_back = out
         if self.config.norm_output:
             fed_back = normed
         return StepOutput(fed_back, normed)
 
-    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
+    def norm_for_lm_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Input of ``lm_head`` from :meth:`forward`'s output, both ``[T, H]``."""
         if self.config.norm_output:
             return fed_back

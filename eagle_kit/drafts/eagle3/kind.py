@@ -1,8 +1,7 @@
 """The kind ``eagle3``: recognition, description, architecture and first weights of EAGLE-3 heads.
 
-What P-EAGLE heads have as well (reading, checking and writing of folders) is in
-:mod:`eagle_kit.drafts.eagle3.fused_states`. The torch module is
-:mod:`eagle_kit.drafts.eagle3.head`.
+Reading, checking and writing of folders, which P-EAGLE heads share, is
+:mod:`eagle_kit.drafts.eagle3.fused_states_kind`. The torch module is :mod:`eagle_kit.drafts.eagle3.head`.
 """
 
 from dataclasses import replace
@@ -15,7 +14,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.base.conventions import Convention
 from eagle_kit.drafts.base.kind import InitContext, describe_attention
 from eagle_kit.drafts.eagle3.format import FusedStatesFormat
-from eagle_kit.drafts.eagle3.fused_states import (
+from eagle_kit.drafts.eagle3.fused_states_kind import (
     ARCHITECTURES,
     FLAGS,
     FusedStatesKind,
@@ -109,32 +108,43 @@ EAGLE3 = Eagle3Kind()
 def _copy_last_layer(head: Eagle3Head, target: Target) -> None:
     """Start a new head as a copy of the target's last decoder layer (``head.init: last-layer``).
 
+    The paper does not do so.
+
     ``fc`` returns the last captured state unchanged. The columns of ``qkv_proj`` that read the feature
     are the target's; the columns that read the embedding stay random. ``hidden_norm`` is the target's
     ``input_layernorm``, because it norms the feature.
 
     Raises:
-        UserError: the target's last layer has other tensors or sizes than the head's layer.
+        UserError: the target's last layer has other tensors or sizes than the head's layer, or the head has
+            latent attention.
     """
     size = head.config.hidden_size
     layer = target.layers[-1].state_dict()
     joint = "self_attn.qkv_proj.weight"  # [3 projections, 2 H]: embedding first, then feature
     norms_of_inputs = ("input_layernorm.weight", "hidden_norm.weight")
 
-    # Shapes that the target's tensors must have.
-    wanted = {name: tensor.shape for name, tensor in head.midlayer.state_dict().items()}
-    wanted[joint] = torch.Size((wanted[joint][0], size)) if joint in wanted else torch.Size()
-    names = [name for name in wanted if name not in norms_of_inputs]
-    copied = {name: layer[name] for name in names if name in layer and layer[name].shape == wanted[name]}
+    refusal = UserError(
+        "head.init is last-layer, but the target's last layer does not have the parts and sizes of the "
+        "head's.",
+        "Set head.init=random, and leave head.intermediate_size out.",
+    )
+
+    # Shapes that the target's tensors must have. Latent attention has no joint projection.
+    expected = {name: tensor.shape for name, tensor in head.midlayer.state_dict().items()}
+    if joint not in expected:
+        raise refusal
+    expected[joint] = torch.Size((expected[joint][0], size))
+    names = [name for name in expected if name not in norms_of_inputs]
+    copied = {}
+    for name in names:
+        if name in layer and layer[name].shape == expected[name]:
+            copied[name] = layer[name]
 
     # Every tensor of the target's layer is used, and fc can return the last captured state.
     unused = layer.keys() - copied.keys()
     width = size if head.fc is None else head.fc.weight.shape[1]
     if copied.keys() != set(names) or unused != {"input_layernorm.weight"} or width % size:
-        raise UserError(
-            "head.init is last-layer, but the target's last layer has not the parts and sizes of the head's.",
-            "Set head.init=random, and leave head.intermediate_size out.",
-        )
+        raise refusal
 
     with torch.no_grad():
         for name, parameter in head.midlayer.named_parameters():

@@ -85,7 +85,8 @@ class Card:
 
 def model_card(card: Card) -> str:
     """Markdown: what it is, how it was trained, how it was measured, how to serve it, what is not known."""
-    kind, target = card.kind, card.target
+    kind = card.kind
+    target = card.target
     packaged = PACKAGED_TARGETS.get(target)
     hub_id = packaged.hub_id if packaged else split_revision(target)[0]
     text = kind.describe(card.config, card.dtype)
@@ -118,7 +119,9 @@ def _front_matter(hub_id: str, tag: str, licence: str) -> str:
 
 def _limits(card: Card) -> Iterator[str]:
     """Known gaps, and regimes that nobody has tried."""
-    config, summary, target = card.config, card.summary, card.target
+    config = card.config
+    summary = card.summary
+    target = card.target
     yield (
         f"* It drafts for {target} only. A verifying engine gives the target's own replies with any draft; "
         "with other weights, another chat template or other kinds of prompts fewer tokens are accepted."
@@ -151,7 +154,8 @@ def _limits(card: Card) -> Iterator[str]:
 
 def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
     """The facts of a run as list items; facts that were not recorded are left out."""
-    data, config = metadata.get("data") or {}, metadata.get("config") or {}
+    data = metadata.get("data") or {}
+    config = metadata.get("config") or {}
     if command := metadata.get("command"):
         yield f"* command, folders left out: `{command}`"
     if isinstance(data, dict) and data:
@@ -164,8 +168,8 @@ def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
         yield f"* optimiser steps: {metadata['step']:,}"
     if "tokens_seen" in metadata:
         before = metadata.get("tokens_before")
-        behind = f", after {before:,} of what it began with" if before else ""
-        yield f"* tokens seen: {metadata['tokens_seen']:,}{behind}"
+        before_it = f", after {before:,} of what it began with" if before else ""
+        yield f"* tokens seen: {metadata['tokens_seen']:,}{before_it}"
     if "seconds" in metadata:
         yield f"* time: {_duration(metadata['seconds'])}"
     if peak := metadata.get("peak_memory_gb"):

@@ -5,7 +5,8 @@ from typing import Any
 
 from eagle_kit.drafts.files.draft_files import OWN
 from eagle_kit.models.config import HeadArchitecture, read_decoder, read_rotary_dim, with_one_rope
-from eagle_kit.models.config_parts import MLAConfig, read_table
+from eagle_kit.models.config_values import read_table
+from eagle_kit.models.layer_configs import MLAConfig
 from eagle_kit.models.loading.loader import check_activation
 
 OWN_EMBEDDING = "own_embedding"
@@ -24,7 +25,8 @@ def layer_to_dict(config: HeadArchitecture, eps: float) -> dict[str, Any]:
     its own for it, because :func:`read_layer` refuses another ``hidden_act``.
     """
     layer = config.layer
-    scaling, theta = layer.rope_scaling, layer.rope_theta
+    scaling = layer.rope_scaling
+    theta = layer.rope_theta
     is_partial = layer.mla is None and layer.rotary_dim is not None
     is_narrower = config.hidden_size != config.target_hidden_size  # which says that it has its own
     own = {OWN_EMBEDDING: True} if config.own_embedding and not is_narrower else {}

@@ -11,7 +11,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import COPY_AGAIN, check_name, read_object
-from eagle_kit.models.config_parts import read_architecture, read_table, wrong_value
+from eagle_kit.models.config_values import read_architecture, read_table, wrong_value
 from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, open_safetensors, weight_files
 from eagle_kit.models.loading.source import OLD_WEIGHTS
 

@@ -71,7 +71,7 @@ def raise_on_errors(findings: Sequence[Finding]) -> None:
 
 
 def check_fit(draft: HeadArchitecture, target: TargetConfig) -> None:
-    """Raise UserError for a head of other sizes than the target's, or that reads layers it has not."""
+    """Raise UserError for a head of other sizes than the target's, or that reads layers it does not have."""
     sizes = draft.target_hidden_size, draft.vocab_size
     if sizes != (target.hidden_size, target.vocab_size):
         raise UserError(
@@ -141,7 +141,7 @@ def check_context(positions: int, target: TargetConfig) -> Finding:
         "warning",
         "context",
         f"the draft {said}, the target {theirs}.",
-        "Expect fewer accepted tokens behind them, and raise max_position_embeddings in the draft's "
+        "Expect fewer accepted tokens after them, and raise max_position_embeddings in the draft's "
         "config.json for vLLM, which sizes its RoPE cache by it.",
     )
 
@@ -203,7 +203,7 @@ def check_target(draft: HeadArchitecture, metadata: Mapping[str, Any], target: T
 
 
 def amount_of_training(metadata: Mapping[str, Any]) -> str:
-    """How much a head was trained, as a sentence behind another; empty where its ``eagle_kit.json`` does not
+    """How much a head was trained, as a sentence after another; empty where its ``eagle_kit.json`` does not
     say it."""
     seen = metadata.get("tokens_seen")
     return "" if seen is None else f" It has seen {seen:,} tokens in {metadata.get('step', 0):,} steps."

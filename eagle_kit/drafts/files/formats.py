@@ -67,7 +67,7 @@ class DraftFormat:
             None for the format where two of them, which number layers differently, are possible.
 
         Raises:
-            UserError: a part that our head has not.
+            UserError: a part that our head does not have.
         """
         return "eagle-kit", "ours"
 
@@ -83,7 +83,7 @@ class DraftFormat:
             target: completes what old configs leave out.
 
         Raises:
-            UserError: a part that our head has not; missing, unexpected or misshapen tensors.
+            UserError: a part that our head does not have; missing, unexpected or misshapen tensors.
         """
         raise UserError(
             f"The draft in {files.where} is a {self.kind.title}, and {PEERS[peer]} has no layout for those.",

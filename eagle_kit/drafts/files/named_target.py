@@ -8,8 +8,8 @@ from typing import NamedTuple
 from eagle_kit.core.errors import TargetError, UserError
 from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 from eagle_kit.drafts.files.draft_files import WEIGHTS_KEY
-from eagle_kit.models.loading.places import find_place, note_of
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, is_hub_id, target_revision
+from eagle_kit.models.loading.target_folders import find_folder, note_path
 
 DEFAULT_ORIGIN = "the default target, since no draft names another"
 
@@ -85,9 +85,9 @@ def named_by(draft: DraftFolder) -> NamedTarget | None:
     # The folder with the weights of the training; one in the hub's cache is better known by its id.
     weights = files.metadata.get(WEIGHTS_KEY)
     if isinstance(weights, str):
-        place = find_place(weights)
+        place = find_folder(weights)
         if place is not None and target_revision(place) is None:
-            found_by = f"the folder with the weights of the draft {draft}, by {note_of(weights)}"
+            found_by = f"the folder with the weights of the draft {draft}, by {note_path(weights)}"
             return NamedTarget(str(place), found_by)
     if Path(name).is_dir() or is_hub_id(name):
         return NamedTarget(name, origin)

@@ -45,7 +45,9 @@ class Repository:
             raise UserError(f"{name!r} is not the name of a repository.", "Give one such as org/name.")
         if get_token() is None:
             raise UserError("No token of the hub was found on this machine.", LOG_IN)
-        self.name, self.private, self.api = name, private, HfApi()
+        self.name = name
+        self.private = private
+        self.api = HfApi()
         with self._asking():
             try:
                 info = self.api.model_info(name)

@@ -26,7 +26,7 @@ def recognise(files: DraftFiles, kind: HeadKind[Any, Any, Any]) -> Layout:
     """Recognise the layout of a head of ``kind`` by its ``config.json`` and the names of its tensors.
 
     Raises:
-        UserError: a part that our head has not, or a format that is not known.
+        UserError: a part that our head does not have, or a format that is not known.
     """
     if OWN not in files.config:
         found = kind.format.layout(files)

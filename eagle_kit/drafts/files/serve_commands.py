@@ -65,7 +65,8 @@ def serve_commands(draft: DraftInfo, reasons: Mapping[str, str]) -> str:
 
 
 def _sglang(draft: DraftInfo, folder: str) -> str:
-    kind, shape = draft.kind, draft.shape
+    kind = draft.kind
+    shape = draft.shape
     return (
         f"python -m sglang.launch_server --model-path {draft.hub_id} "
         f"--speculative-algorithm {kind.algorithm} \\\n"
@@ -77,7 +78,8 @@ def _sglang(draft: DraftInfo, folder: str) -> str:
 
 def _vllm(draft: DraftInfo, folder: str) -> str:
     """vLLM drafts chains; of a tree's steps a chain as long is rarely worth the last one."""
-    kind, shape = draft.kind, draft.shape
+    kind = draft.kind
+    shape = draft.shape
     count = shape.steps if shape.topk == 1 else shape.steps - 1
     config = {"method": kind.vllm_method, "model": folder, "num_speculative_tokens": count}
     return f"vllm serve {draft.hub_id} --speculative-config '{json.dumps(config | dict(kind.vllm_options))}'"

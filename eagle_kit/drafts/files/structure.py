@@ -51,7 +51,7 @@ def fuses_states(files: DraftFiles) -> bool:
 
 
 def drafts_blocks(files: DraftFiles) -> bool:
-    """True for DFlash and DSpark: a norm behind ``fc``, and layers that norm queries and keys but have no
+    """True for DFlash and DSpark: a norm after ``fc``, and layers that norm queries and keys but have no
     norm of a feature."""
     names = canonical_names(files).keys()
     needed = {"fc.weight", "hidden_norm.weight", "midlayer.self_attn.k_norm.weight"}
@@ -64,6 +64,6 @@ def joins_embedding(files: DraftFiles) -> bool:
     names = canonical_names(files)
     shape = files.shape_of(names["fc.weight"]) if "fc.weight" in names else None
     has_layer = "midlayer.self_attn.q_proj.weight" in names
-    # DFlash, whose fc may be as wide, has a norm behind it.
+    # DFlash, whose fc may be as wide, has a norm after it.
     others = {"midlayer.hidden_norm.weight", "hidden_norm.weight"} & names.keys()
     return shape is not None and len(shape) == 2 and has_layer and not others and shape[1] == 2 * shape[0]

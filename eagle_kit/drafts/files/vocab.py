@@ -28,7 +28,8 @@ def complete_map(
     Raises:
         UserError: a missing or impossible ``d2t``, or a ``t2d`` that says something else.
     """
-    size, vocab = config.draft_vocab_size, config.vocab_size
+    size = config.draft_vocab_size
+    vocab = config.vocab_size
     if d2t is None:
         if size != vocab:
             raise UserError(

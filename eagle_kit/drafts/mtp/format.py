@@ -1,7 +1,7 @@
 """DeepSeek's MTP modules for SGLang and vLLM, in a folder of their own.
 
-Ours are ``model.layers.0`` and on, as SGLang reads one module. vLLM looks behind as many layers as
-``num_hidden_layers`` says. Both always use the target's embedding and output layer. For every step behind the
+Ours are ``model.layers.0`` and on, as SGLang reads one module. vLLM looks for it after as many layers as
+``num_hidden_layers`` says. Both always use the target's embedding and output layer. For every step after the
 first SGLang hands on the normed state, as we do, and vLLM the state before that norm.
 """
 

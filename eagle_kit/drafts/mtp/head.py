@@ -76,8 +76,10 @@ class MTPModule(Block):
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        self.enorm = RMSNorm(size, eps)
+        self.hnorm = RMSNorm(size, eps)
         self.eh_proj = Linear(2 * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps)
         self.self_attn = make_attention(config, size)
@@ -85,9 +87,9 @@ class MTPModule(Block):
         self.mlp = make_mlp(config, config.num_layers)
         self.shared_head = SharedHead(config)
 
-    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, feature: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`; attention's input is ``[T, H]``."""
-        h = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), -1))
+        h = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(feature)), -1))
         return self.input_layernorm(h), h
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.kind import (
     HeadKind,
+    HeadTensors,
     InitContext,
-    Weights,
     describe_attention,
     our_names,
     scale_final_norm,
@@ -32,7 +32,7 @@ from eagle_kit.drafts.mtp.format import DEEPSEEK, MTPFormat
 from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead, MTPModule
 from eagle_kit.models.blocks.moe import Experts
 from eagle_kit.models.config import TargetConfig, mtp_count, text_config
-from eagle_kit.models.config_parts import read_flag, read_size
+from eagle_kit.models.config_values import read_flag, read_size
 from eagle_kit.models.loading.arrangement import QWEN_HYBRID
 from eagle_kit.models.loading.fp8_layout import read_fp8_layout
 from eagle_kit.models.loading.loader import check_activation, check_tensors
@@ -79,7 +79,8 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
 
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> MTPConfig:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; of a folder of its own, or of a target's."""
-        raw, where = _module_config(files), files.where
+        raw = _module_config(files)
+        where = files.where
         check_activation(raw, where)
         layer = TargetConfig.from_dict(raw, where)
         if not layer.num_mtp_layers:
@@ -114,7 +115,9 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
     def names(self, files: DraftFiles) -> dict[str, str]:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; tensors of other layers are not the modules'."""
         files = _as_deepseeks(files)
-        first, count, pairs = first_layer(files), files.config[COUNT], []
+        first = first_layer(files)
+        count = files.config[COUNT]
+        pairs = []
         for name in files.tensors:
             match = LAYER.fullmatch(name)
             if match is not None and first <= int(match[1]) < first + count:
@@ -130,11 +133,11 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         return f"model.layers.0.{SHARED_HEAD}" if part == OUTPUT else f"model.{part}"
 
-    def take(self, files: DraftFiles, config: MTPConfig, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: MTPConfig, target: Target | None) -> HeadTensors:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. The embedding is the target's; so is the output
         layer, unless the files bring one that differs, which is then the head's own."""
         files = _as_deepseeks(files)
-        found = super().take(files, config, target)
+        found = super().sort_tensors(files, config, target)
         embedding, output = (
             _take_shared(found.tensors, name, config, files.where) for name in (EMBEDDING, SHARED_HEAD)
         )
@@ -152,7 +155,8 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
 
     def describe(self, config: MTPConfig, dtype: str) -> str:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
-        layer, count = config.layer, config.num_modules
+        layer = config.layer
+        count = config.num_modules
         inside = "an MLP" if layer.moe is None else f"{layer.moe.num_experts} experts"
         several = f"{'One' if count == 1 else count} multi-token prediction module{'s' * (count > 1)}"
         uses = "for every step of a draft" if count == 1 else "one for each step of a draft"
@@ -229,7 +233,7 @@ MTP = MTPKind()
 
 def first_layer(files: DraftFiles) -> int:
     """The number that the first module has in the names of tensors: 0 in folders of ours and of SGLang's,
-    else that of the layer behind the last one."""
+    else that of the layer after the last one."""
     layers: int = files.config["num_hidden_layers"]
     if layers != files.config[COUNT] or not MTP.recognises(files):
         return layers
@@ -249,7 +253,7 @@ def _module_config(files: DraftFiles) -> dict[str, Any]:
 
 
 def _as_deepseeks(files: DraftFiles) -> DraftFiles:
-    """Files of a Qwen whose module, behind its last layer, has DeepSeek's names; others as they are."""
+    """Files of a Qwen whose module, after its last layer, has DeepSeek's names; others as they are."""
     names = [name for name in files.names if name.startswith("mtp.")]
     raw = _module_config(files)
     if not names:
@@ -259,7 +263,8 @@ def _as_deepseeks(files: DraftFiles) -> DraftFiles:
             f"The target in {files.where} has {raw[COUNT]} MTP modules in one.", "Use a target with one."
         )
     config = TargetConfig.from_dict(raw, files.where)
-    first, tensors = f"layers.{config.num_layers}.", {}
+    first = f"layers.{config.num_layers}."
+    tensors = {}
     for name in names:
         part, _, leaf = name.removeprefix("mtp.").partition(".")
         ours = leaf.partition(".")[2] if part == "layers" else f"{QWEN.get(part, part)}.{leaf}"
@@ -301,7 +306,7 @@ def _take_shared(
 
 
 def _copy_last_layer(module: MTPModule, target: Target) -> None:
-    """Put the target's last layer behind ``eh_proj``, which begins as the sum of its two inputs."""
+    """Put the target's last layer after ``eh_proj``, which begins as the sum of its two inputs."""
     state = target.layers[-1].state_dict()
     try:
         module.load_state_dict(state, strict=False)
@@ -350,7 +355,7 @@ def _moe_to_dict(layer: TargetConfig) -> dict[str, Any]:
         "scoring_func": moe.scoring,
         "topk_method": "noaux_tc" if moe.has_bias else method,
         "n_group": moe.num_groups,
-        "topk_group": moe.num_kept_groups,
+        "topk_group": moe.num_topk_groups,
         "norm_topk_prob": moe.normalises,
         "routed_scaling_factor": moe.scale,
     }

@@ -48,7 +48,7 @@ class NgramDraft(NamedTuple):
         return (self.parents != np.arange(self.parents.shape[1])).sum(1)
 
     def cut(self, num_nodes: int) -> "NgramDraft":
-        """Return the first nodes of each window; those behind must be unused."""
+        """Return the first nodes of each window; those after must be unused."""
         return NgramDraft(*(np.ascontiguousarray(part[:, :num_nodes]) for part in self))
 
 
@@ -65,8 +65,11 @@ class NgramIndex:
 
     def __init__(self, config: NgramConfig | None = None) -> None:
         self.config = config or NgramConfig()
-        self._token, self._before, self._after = array("i"), array("q"), array("q")
-        shortest, longest = self.config.min_match_window_size, self.config.max_match_window_size
+        self._token = array("i")
+        self._before = array("q")
+        self._after = array("q")
+        shortest = self.config.min_match_window_size
+        longest = self.config.max_match_window_size
         self._lengths = tuple(m for m in INDEXED if m <= longest)
         # A shorter match than allowed is not looked for; the chain below it may be the one that finds it.
         floor = max(m for m in INDEXED if m <= shortest)
@@ -103,7 +106,7 @@ class NgramIndex:
         depth: int,
         salts: Sequence[str | None] = (),
     ) -> NgramDraft:
-        """Draft a tree behind every context, whose last token is the root.
+        """Draft a tree after every context, whose last token is the root.
 
         Args:
             contexts: the last tokens of each request; more than W are ignored.
@@ -124,7 +127,8 @@ class NgramIndex:
         return NgramDraft(tokens, parents, depths)
 
     def _append(self, token: int, last: int, recent: list[int], space: int) -> int:
-        capacity, position = self.config.capacity, self._end
+        capacity = self.config.capacity
+        position = self._end
         self._end += 1
         place = position % capacity
         grows = place == len(self._token)
@@ -165,7 +169,8 @@ class NgramIndex:
 
     def _backwards(self, position: int, count: int) -> list[int]:
         out: list[int] = []
-        first, capacity = self._first, self.config.capacity
+        first = self._first
+        capacity = self.config.capacity
         while position >= first and len(out) < count:
             out.append(self._token[position % capacity])
             position = self._before[position % capacity]
@@ -174,7 +179,8 @@ class NgramIndex:
     def _matches(self, window: list[int], space: int) -> list[tuple[int, int]]:
         """(length, position of the last matched token), the longest first, then the newest."""
         found: dict[int, int] = {}
-        first, capacity = self._first, self.config.capacity
+        first = self._first
+        capacity = self.config.capacity
         backwards = window[::-1]
         for m in self._lookups:
             if m > len(window):
@@ -202,7 +208,8 @@ class NgramIndex:
     def _merge(self, matches: list[tuple[int, int]], depth: int) -> _Node:
         """Merge every continuation into one trie, children in the order of their best match."""
         root = _Node(-1, len(matches))
-        first, capacity = self._first, self.config.capacity
+        first = self._first
+        capacity = self.config.capacity
         for _, position in matches:
             node = root
             for _ in range(depth):

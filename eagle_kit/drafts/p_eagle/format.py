@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from eagle_kit.drafts.eagle3.format import FusedStatesFormat
-from eagle_kit.drafts.eagle3.fused_states import flatten_config, refuse_unused_layer_ids
+from eagle_kit.drafts.eagle3.fused_states_kind import flatten_config, refuse_unused_layer_ids
 from eagle_kit.drafts.files.config_json import OWN_EMBEDDING
 from eagle_kit.drafts.files.draft_files import EMBEDDING, DraftFiles, without_keys
 from eagle_kit.drafts.files.formats import Format, Served, refuse

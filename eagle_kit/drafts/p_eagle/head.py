@@ -18,14 +18,14 @@ from torch.nn.functional import embedding
 from eagle_kit.drafts.eagle3.head import AfterAttention, Eagle3Config, Eagle3Head
 from eagle_kit.models.blocks.layers import MLP, Attend, Attention, RMSNorm
 from eagle_kit.models.blocks.mla import LatentAttention, make_attention
-from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.draft_chain import ChainRows, RowAttention
 from eagle_kit.models.draft_head import StepForm, StepOutput
 from eagle_kit.objective.align import token_of
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.step_parts import call, rows_with_loss, step_attention
+from eagle_kit.objective.step_parts import run_maybe_recomputed, step_attention, supervised_outputs
 from eagle_kit.objective.target_features import positions_of
-from eagle_kit.ops.attention.ttt import QueryPlan, plan_rows
+from eagle_kit.ops.attention.ttt import QueryPlan, plan_queries
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 
 
@@ -66,7 +66,8 @@ class PlainLayer(AfterAttention):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.self_attn = make_attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, eps)
@@ -81,8 +82,9 @@ class PEagleHead(Eagle3Head):
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
-        plain = {str(i): PlainLayer(config) for i in range(1, config.num_layers)}
-        self.layers = nn.ModuleDict(plain)  # published names count the first layer, midlayer, as 0
+        # Published names count the first layer, midlayer, as 0.
+        extra_layers = {str(i): PlainLayer(config) for i in range(1, config.num_layers)}
+        self.layers = nn.ModuleDict(extra_layers)
         fused = len(config.aux_layer_ids) * config.target_hidden_size
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, fused))
         self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
@@ -90,11 +92,11 @@ class PEagleHead(Eagle3Head):
     @property
     def stack(self) -> list[AfterAttention]:
         """All decoder layers, in order."""
-        return [self.midlayer, *self.plain]
+        return [self.midlayer, *self.extra_layers]
 
     @property
-    def plain(self) -> list[PlainLayer]:
-        """The layers behind the first."""
+    def extra_layers(self) -> list[PlainLayer]:
+        """The layers after the first."""
         return list(self.layers.values())  # type: ignore[arg-type]
 
     @property
@@ -113,29 +115,44 @@ class PEagleHead(Eagle3Head):
     def next_inputs(
         self, layer: int, residual: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """End ``layer``, of the :attr:`stack`, from what its attention gave -> what the next one's attention
-        reads, and its residual, ``[T, H]`` each; behind the last layer, what the output layer reads."""
-        h, added = self.stack[layer].parts(residual, attended)
-        norms = [*(plain.input_layernorm for plain in self.plain), self.norm]
-        return norms[layer].add(added, h)
+        """Run the part of a layer after its attention, and the norm that follows.
+
+        Args:
+            layer: index in :attr:`stack`.
+            residual: ``[T, H]``.
+            attended: output of its attention ``[T, Hq, D]``.
+
+        Returns:
+            Input of the next layer's attention (after the last layer, of the output layer), and the residual,
+            ``[T, H]`` each.
+        """
+        after_attention, mlp_output = self.stack[layer].residual_and_mlp(residual, attended)
+        norms = [*(each.input_layernorm for each in self.extra_layers), self.norm]
+        return norms[layer].add(mlp_output, after_attention)
 
     def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
-        """See :class:`~eagle_kit.models.draft_head.DraftHead`: step 0 at all rows, and masks behind
+        """See :class:`~eagle_kit.models.draft_head.DraftHead`: step 0 at all rows, and masks after
         those that draft."""
-        rows, positions = given.rows, given.positions
-        masks = [part.expand(len(rows), -1) for part in self.mask_inputs()]
-        inputs = self.midlayer.inputs(given.features, given.embeds(given.everywhere, 0))
-        states = [inputs, *[(masks[0], masks[1])] * (steps - 1)]
+        rows = given.rows
+        positions = given.positions
+
+        # Inputs of attention and residuals of each step: step 0 at all rows, then masks.
+        mask_x, mask_residual = (part.expand(len(rows), -1) for part in self.mask_inputs())
+        states = [self.midlayer.inputs(given.features, given.embeds(given.all_rows, 0))]
         rotations = [self.rope.at(positions)]
-        rotations += [self.rope.at(positions[rows] + step) for step in range(1, steps)]
+        for step in range(1, steps):
+            states.append((mask_x, mask_residual))
+            rotations.append(self.rope.at(positions[rows] + step))
+
+        # The layers, each over all steps in turn.
         for i, layer in enumerate(self.stack):
             attention = RowAttention(self.config.variants[i], given)
-            attends = [attention.first, *[attention.later] * (steps - 1)]
-            states = [
-                self.next_inputs(i, residual, layer.self_attn.attended(x, rotation, 0, attend))
-                for (x, residual), rotation, attend in zip(states, rotations, attends, strict=True)
-            ]
-        return [states[0][1][rows], *(fed_back for _, fed_back in states[1:])]
+            for step, (x, residual) in enumerate(states):
+                attend = attention.later if step else attention.first
+                attended = layer.self_attn.attended(x, rotations[step], 0, attend)
+                states[step] = self.next_inputs(i, residual, attended)
+        outputs = [residual for _, residual in states]
+        return [outputs[0][rows], *outputs[1:]]
 
     def step(
         self,
@@ -143,14 +160,16 @@ class PEagleHead(Eagle3Head):
         positions: torch.Tensor,
         attend: Attend,
         block: int = 0,
-        wanted: torch.Tensor | None = None,
+        output_rows: torch.Tensor | None = None,
     ) -> StepOutput:
         """See :class:`~eagle_kit.models.draft_head.DraftHead`: all layers over rows of any step."""
-        (x, residual), rotation = inputs, self.rope.at(positions)
+        x, residual = inputs
+        rotation = self.rope.at(positions)
         for i, layer in enumerate(self.stack):
             attended = layer.self_attn.attended(x, rotation, i, attend)
-            if wanted is not None and i + 1 == self.config.num_layers:
-                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+            if output_rows is not None and i + 1 == self.config.num_layers:
+                attended = attended.index_select(0, output_rows)
+                residual = residual.index_select(0, output_rows)
             x, residual = self.next_inputs(i, residual, attended)
         return StepOutput(residual, x)
 
@@ -167,7 +186,7 @@ class PEagleHead(Eagle3Head):
         masked = plan.computed[1:]
         num_masks = sum(map(len, masked))
         all_rows = torch.arange(length, device=batch.ids.device)
-        causal = plan_rows(all_rows, plan.doc_start)
+        causal = plan_queries(all_rows, plan.doc_start)
 
         # Positions of the rows of all steps, step after step.
         positions = positions_of(plan.doc_start)
@@ -195,7 +214,8 @@ class PEagleHead(Eagle3Head):
             keys = k.split(sizes)
             values = v.split(sizes)
             queries = q.split([len(first.rows), *map(len, masked)])
-            out = [step_attention(queries[0], keys[0], values[0], None, None, first.within(window, 0), scale)]
+            first_queries = first.with_window(window, 0)
+            out = [step_attention(queries[0], keys[0], values[0], None, None, first_queries, scale)]
 
             # A mask attends to step 0 and to the masks of its own row up to its step.
             own_keys: list[torch.Tensor] = []
@@ -214,7 +234,7 @@ class PEagleHead(Eagle3Head):
                     values[0],
                     torch.stack(own_keys, 2),
                     torch.stack(own_values, 2),
-                    plan.attention[step].within(window, step),
+                    plan.attention[step].with_window(window, step),
                     scale,
                 )
                 out.append(attended)
@@ -231,7 +251,7 @@ class PEagleHead(Eagle3Head):
             layer = self.stack[-1]
             q, k, v = layer.self_attn.qkv(x, rotation)
 
-            # Of step 0 only the rows with loss are needed from here on.
+            # Of step 0 only the supervised rows are needed from here on.
             rows = plan.computed[0]
             q = torch.cat((q[rows], q[length:]))
             x = torch.cat((x[rows], x[length:]))
@@ -239,8 +259,12 @@ class PEagleHead(Eagle3Head):
             attended = attend(len(self.stack) - 1, q, k, v, plan.attention[0])
             return layer.finish(residual, layer.self_attn.gated(attended, x))
 
-        x, residual = call(recompute, first_inputs, features.hidden[:length], features.aux[:length])
+        x, residual = run_maybe_recomputed(
+            recompute, first_inputs, features.hidden[:length], features.aux_hidden_states[:length]
+        )
         for layer in range(len(self.stack) - 1):
-            x, residual = call(recompute, partial(one_layer, layer), x, residual)
-        out = call(recompute, last_layer, x, residual).split([len(rows) for rows in plan.computed])
-        return [rows_with_loss(part, plan, step) for step, part in enumerate(out)]
+            x, residual = run_maybe_recomputed(recompute, partial(one_layer, layer), x, residual)
+        out = run_maybe_recomputed(recompute, last_layer, x, residual).split(
+            [len(rows) for rows in plan.computed]
+        )
+        return [supervised_outputs(part, plan, step) for step, part in enumerate(out)]

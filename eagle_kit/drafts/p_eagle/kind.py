@@ -13,8 +13,8 @@ import torch
 from eagle_kit.config.drafts.fused_states import PEagleHeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.drafts.base.kind import InitContext, Weights, describe_attention
-from eagle_kit.drafts.eagle3.fused_states import (
+from eagle_kit.drafts.base.kind import HeadTensors, InitContext, describe_attention
+from eagle_kit.drafts.eagle3.fused_states_kind import (
     LAYERS,
     FusedStatesKind,
     config_overrides,
@@ -29,7 +29,7 @@ from eagle_kit.drafts.files.structure import fuses_states
 from eagle_kit.drafts.p_eagle.format import MASK_EMBEDDING, PEagleFormat
 from eagle_kit.drafts.p_eagle.head import PEagleConfig, PEagleHead
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import wrong_value
+from eagle_kit.models.config_values import wrong_value
 from eagle_kit.models.targets.target import Target
 
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
@@ -62,8 +62,9 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
         return is_fused and (any(files.config.get(key) for key in keys) or MASK_HIDDEN in files.names)
 
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
-        """See :class:`~eagle_kit.drafts.eagle3.fused_states.FusedStatesKind`."""
-        config, where = files.config, files.where
+        """See :class:`~eagle_kit.drafts.eagle3.fused_states_kind.FusedStatesKind`."""
+        config = files.config
+        where = files.where
         fields = super().read_fields(files, target)
         if fields["mla"] is not None:
             raise UserError(
@@ -101,11 +102,12 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
         masks = {"parallel_drafting": True, "ptd_token_id": config.mask_token_id}
         return without_keys(raw, ("norm_output",)) | {LAYERS: config.num_layers, **masks}
 
-    def take(self, files: DraftFiles, config: PEagleConfig, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: PEagleConfig, target: Target | None) -> HeadTensors:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; the mask's embedding may be a row of an
         embedding."""
-        found = super().take(files, config, target)
-        tensors, copies = found.tensors, dict(found.copies)
+        found = super().sort_tensors(files, config, target)
+        tensors = found.tensors
+        copies = dict(found.copies)
         if MASK_HIDDEN in tensors:  # its published shapes differ in leading ones
             tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, 1, -1)
         embedding = copies.get(EMBEDDING)

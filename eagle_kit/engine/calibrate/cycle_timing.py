@@ -22,7 +22,8 @@ from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.request import Request
 
-SECONDS_OF_A_VISIT, LEAST_ROUNDS = 15.0, 2
+SECONDS_OF_A_VISIT = 15.0
+LEAST_ROUNDS = 2
 MOST_ACCEPTED = 0.75
 """Part of a draft's steps that text which drafts well accepts."""
 
@@ -128,7 +129,8 @@ def _joined(visits: Sequence[Sequence[Timing]]) -> list[Timing]:
 @contextmanager
 def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator[ShapePolicy]:
     """Have an engine use the shapes that it is told."""
-    before, totals = engine.shapes, engine.totals
+    before = engine.shapes
+    totals = engine.totals
     dictated = ShapePolicy({1: shapes})
     engine.use_shape(dictated)
     engine.totals = type(totals)()
@@ -148,7 +150,8 @@ def time_point(engine: Engine, dictated: ShapePolicy, point: Point, plan: Plan) 
         dictated: the engine's policy, which is told the shape of each cycle.
         plan: its points and passes are not read.
     """
-    batch, begun = _Batch(engine, dictated, point), time.perf_counter()
+    batch = _Batch(engine, dictated, point)
+    begun = time.perf_counter()
     shapes = (NO_SPECULATION, *plan.shapes)
     rounds: list[list[tuple[float, int]]] = []
     try:
@@ -208,9 +211,12 @@ class _Batch:
     """Requests of random tokens at a point. Their lengths differ, as those of requests do."""
 
     def __init__(self, engine: Engine, dictated: ShapePolicy, point: Point) -> None:
-        self._engine, self._dictated = engine, dictated
+        self._engine = engine
+        self._dictated = dictated
         self._requests: list[Request] = []
-        rng, top, count = random.Random(0), engine.target.config.vocab_size, point.batch_size
+        rng = random.Random(0)
+        top = engine.target.config.vocab_size
+        count = point.batch_size
         self._prompts = [
             [rng.randrange(top) for _ in range(max(2, round(point.context * (0.5 + (i + 0.5) / count))))]
             for i in range(count)
@@ -242,7 +248,8 @@ class _Batch:
 
     def turn(self, shape: SpecShape, num_cycles: int) -> Iterator[float]:
         """Run ``num_cycles`` cycles besides those that make a graph -> seconds of each."""
-        graphs, num_done = self._engine.runner.graphs, 0
+        graphs = self._engine.runner.graphs
+        num_done = 0
         while num_done < num_cycles:
             before = graphs.num_warm_ups
             seconds = self.step(shape)

@@ -34,19 +34,22 @@ from eagle_kit.report.environment import cpu_model, now, package_versions
 
 QUICK_SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "4,4,12")))
 QUICK_CONTEXT = 64
-QUICK_ROUNDS, QUICK_CYCLES, QUICK_SECONDS = 8, 2, 3.0
-"""Rounds of a batch size, as many as fit into these seconds and two at least: single cycles vary."""
+QUICK_ROUNDS = 8
+"""Most rounds of a batch size: as many as fit into :data:`QUICK_SECONDS`, and two at least, because single
+cycles vary."""
+QUICK_CYCLES = 2
+QUICK_SECONDS = 3.0
 SHAPES = tuple(
     map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "7,1,8", "3,2,6", "3,4,8", "5,4,16", "5,8,32"))
 )
 CONTEXTS = 64, 1024
-ROOM = 128
-"""Tokens behind the context that timing a point decodes."""
-CYCLES = 5
-"""Number of the form of cycles, raised where some come to cost something else: what was measured before, or
-shipped, is not used any more."""
-SAMPLE = 512
-"""Numbers of a weight that tell it from another."""
+TIMED_TOKENS = 128
+"""Tokens that are decoded after the context when a point is timed."""
+COST_VERSION = 5
+"""Version of what cycles cost, part of the key of measured costs. Raise it when a change makes cycles faster
+or slower, so that older measurements, also shipped ones, are not used any more."""
+NUM_HASHED = 512
+"""Numbers of each weight that are hashed."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,13 +60,13 @@ class Tuned:
 
     costs: Costs
     acceptance: MeasuredAcceptance
-    is_average: bool
+    is_average_head: bool
 
     @property
     def origin(self) -> str:
         """Where the numbers come from."""
         how = "a short measurement" if self.costs.is_quick else "costs measured"
-        text = "an average head's acceptance" if self.is_average else "the draft's acceptance"
+        text = "an average head's acceptance" if self.is_average_head else "the draft's acceptance"
         return f"{how} on {self.costs.date[:10]}, {text}"
 
 
@@ -86,22 +89,34 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapeChooser:
         draft_folder: of the draft, where there is one.
     """
     assert engine.draft is not None
-    key, acceptance = engine_key(engine), find_acceptance(draft_key(engine.draft), draft_folder)
-    found, is_average = acceptance or average_acceptance(), acceptance is None
-    costs, plan = find_costs(key, draft_folder), quick_plan(engine)
-    measured = max((timing.batch_size for timing in costs.timings), default=0) if costs else 0
-    missing = [point for point in plan.points if point.batch_size > measured]
+
+    # Acceptance: the draft's, or that of an average head.
+    acceptance = find_acceptance(draft_key(engine.draft), draft_folder)
+    is_average_head = acceptance is None
+    if acceptance is None:
+        acceptance = average_acceptance()
+
+    # Costs, and the batch sizes that they lack.
+    costs = find_costs(engine_key(engine), draft_folder)
+    plan = quick_plan(engine)
+    largest = 0
+    if costs is not None:
+        largest = max((timing.batch_size for timing in costs.timings), default=0)
+    missing = [point for point in plan.points if point.batch_size > largest]
+
+    # Measure these, then the candidate shapes that follow from them.
     if costs is None or missing:
         _log.info("Measuring this engine's cycles, once, for seconds; `eagle-kit tune` measures more.")
-        costs = measure_costs(engine, plan._replace(points=missing), before=costs)
-        more = plan_of_candidates(engine, Tuned(costs, found, is_average), plan._replace(points=missing))
+        plan = plan._replace(points=missing)
+        costs = measure_costs(engine, plan, before=costs)
+        more = plan_of_candidates(engine, Tuned(costs, acceptance, is_average_head), plan)
         costs = measure_costs(engine, more, before=costs)
         try:
             save_costs(costs)
         except OSError as error:
             text = "What was measured cannot be kept, and is measured at each start: %s. %s"
             _log.warning(text, error, writing_remedy(error, SET_CACHE))
-    return policy_of(engine, Tuned(costs, found, is_average))
+    return policy_of(engine, Tuned(costs, acceptance, is_average_head))
 
 
 def policy_of(engine: Engine, tuned: Tuned) -> ShapeChooser:
@@ -120,22 +135,23 @@ def policy_of(engine: Engine, tuned: Tuned) -> ShapeChooser:
         shapes_by_size,
         tuned.origin,
         costs.backfill_seconds,
-        is_average=tuned.is_average,
+        is_average_head=tuned.is_average_head,
     )
 
 
 def runnable(engine: Engine, shapes: Iterable[SpecShape]) -> list[SpecShape]:
     """List those of ``shapes`` that the draft can fill."""
-    drafter, kept = engine.runner.drafter, []
+    drafter = engine.runner.drafter
     assert drafter is not None and engine.draft is not None
+    found = []
     for shape in shapes:
         try:
             drafter.check_shape(engine.draft, shape)
         except UserError:
             continue
         if shape.steps <= MOST_STEPS:
-            kept.append(shape)
-    return kept
+            found.append(shape)
+    return found
 
 
 def measure_costs(engine: Engine, plan: Plan, *, before: Costs | None = None) -> Costs:
@@ -180,14 +196,15 @@ def whole_plan(engine: Engine) -> Plan:
 
 def _fits(engine: Engine, batch_size: int, context: int) -> bool:
     config = engine.config
-    tokens = min(context + ROOM, config.max_context) + config.room(MOST_STEPS)
+    tokens = min(context + TIMED_TOKENS, config.max_context) + config.num_lookahead_tokens(MOST_STEPS)
     of_part = -(-batch_size // config.num_shards)
     return of_part == 1 or of_part * config.num_pages_of(tokens) <= config.num_shard_pages
 
 
 def engine_key(engine: Engine) -> dict[str, Any]:
     """What decides the costs of an engine's cycles."""
-    config, weight = engine.config, engine.target.embed_tokens.weight
+    config = engine.config
+    weight = engine.target.embed_tokens.weight
     device = str(weight.device)
     is_gpu = device.startswith("cuda")
     ranks = {} if engine.target.ranks is None else {"tensor_parallel": engine.target.ranks.size}
@@ -204,7 +221,7 @@ def engine_key(engine: Engine) -> dict[str, Any]:
         "target": _shapes_key([engine.target]),
         "draft": _shapes_key(_modules(engine.draft)),
         "drafter": type(engine.runner.drafter).__name__,
-        "cycles": CYCLES,
+        "cycles": COST_VERSION,
         "versions": package_versions(("eagle_kit", "torch", "triton")),
     }
 
@@ -215,7 +232,7 @@ def draft_key(draft: DraftModel) -> str:
     found = hashlib.sha256()
     for module in _modules(draft):
         for name, weight in sorted(module.state_dict().items()):
-            part = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLE)][:SAMPLE]
+            part = weight.detach().flatten()[:: max(1, weight.numel() // NUM_HASHED)][:NUM_HASHED]
             found.update(f"{name}:{tuple(weight.shape)}:".encode())
             found.update(part.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return found.hexdigest()[:16]

@@ -1,7 +1,7 @@
 """Recording of what a draft proposes at every position of the target's own replies.
 
 Replies are decoded one token a cycle, each after a whole draft whose candidates are kept, so that
-:class:`~eagle_kit.autotune.acceptance.Recording` can say what any smaller shape accepts.
+:class:`~eagle_kit.autotune.acceptance.DraftRecording` can say what any smaller shape accepts.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,15 +9,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from eagle_kit.autotune.acceptance import Drafts, ReadyCandidates, Recording
+from eagle_kit.autotune.acceptance import DraftRecording, Drafts, ReadyCandidates
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.autoregressive import AutoregressiveDrafter
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import Drafter
-from eagle_kit.drafts.base.ready import ReadyDrafter
+from eagle_kit.drafts.base.one_pass import OnePassDrafter
 from eagle_kit.engine.cycle import root_only
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.request import Request
@@ -37,7 +38,7 @@ def record_drafts(
     *,
     shape: SpecShape = RECORDED,
     on_finish: Callable[[], None] = lambda: None,
-) -> Recording:
+) -> DraftRecording:
     """Decode ``requests`` -> what the draft proposed at every position of their replies.
 
     Args:
@@ -53,7 +54,8 @@ def record_drafts(
     topk = min(shape.topk, draft.draft_vocab_size)
     batch_size = min(config.max_batch_size, len(requests))
     longest = max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
-    parts = config.num_shards
+    num_tokens = longest + config.num_lookahead_tokens(shape.steps) + config.page_size
+    num_padded = -(-batch_size // config.num_shards) * config.num_shards
     config = config.replace(
         graph_mode="off",
         prefix_cache=False,
@@ -61,7 +63,7 @@ def record_drafts(
         max_batch_size=batch_size,
         batch_sizes=tuple(sorted({min(size, batch_size) for size in config.batch_sizes})),
         kv_memory=None,
-        kv_tokens=-(-batch_size // parts) * parts * (longest + config.room(shape.steps) + config.page_size),
+        kv_tokens=num_padded * num_tokens,
     )
     engine = Engine(target, draft, config)
     drafter = engine.runner.drafter
@@ -94,7 +96,7 @@ class _Draft(NamedTuple):
     confidence: torch.Tensor
 
 
-def _recording(drafts: dict[Request, list[_Draft]], steps: int, topk: int) -> Recording:
+def _recording(drafts: dict[Request, list[_Draft]], steps: int, topk: int) -> DraftRecording:
     truth: list[list[int]] = []
     kept: list[_Draft] = []
     lengths = []
@@ -109,7 +111,7 @@ def _recording(drafts: dict[Request, list[_Draft]], steps: int, topk: int) -> Re
     parts = [torch.stack(part) for part in zip(*(each.candidates for each in kept), strict=True)]
     candidates = cast(Drafts, type(kept[0].candidates)(*parts))
     confidence = torch.stack([each.confidence for each in kept])
-    return Recording(steps, topk, candidates, confidence, torch.tensor(truth), lengths)
+    return DraftRecording(steps, topk, candidates, confidence, torch.tensor(truth), lengths)
 
 
 class _Recorder:
@@ -132,14 +134,16 @@ class _Recorder:
         """See :class:`Drafter`."""
         assert state.draft is not None
         made: Drafts
-        if isinstance(self._drafter, ReadyDrafter):
+        if isinstance(self._drafter, OnePassDrafter):
             made = ReadyCandidates(*state.draft[:2])
         else:
+            assert isinstance(self._drafter, AutoregressiveDrafter)
             made = self._drafter.grow_candidates(state, shape, num_columns)
         confidence = self._drafter.confidence(state.draft)
         assert confidence is not None
         first = confidence.view(len(state.roots), -1)[:, 0].cpu()
-        first_pages, positions = state.page_table[:, 0].tolist(), state.seq_lens.tolist()
+        first_pages = state.page_table[:, 0].tolist()
+        positions = state.seq_lens.tolist()
         for row, active in enumerate(state.active.tolist()):
             if active:
                 mine = type(made)(*(part[row].cpu() for part in made))
@@ -148,5 +152,6 @@ class _Recorder:
 
     def take(self) -> list[_Draft]:
         """Return the drafts since the last call."""
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         return kept

@@ -48,8 +48,10 @@ JSON_OPTIONS = {
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 MAX_FILL_S = 0.25
 """CPU time for the masks of one window."""
-FREE_S, MAX_EXTRA_S = 0.02, 1.0
-"""CPU time of the calls for one reply beyond ``FREE_S`` each adds up to at most ``MAX_EXTRA_S``."""
+FREE_S = 0.02
+"""CPU time of a call for a reply that is not counted."""
+MAX_EXTRA_S = 1.0
+"""Most CPU time of all calls for one reply together, beyond :data:`FREE_S` of each."""
 
 
 class GrammarMatch:
@@ -65,7 +67,8 @@ class GrammarMatch:
     """
 
     def __init__(self, matcher: Any, stop_token_ids: frozenset[int]) -> None:
-        self._matcher, self._stop_token_ids = matcher, stop_token_ids
+        self._matcher = matcher
+        self._stop_token_ids = stop_token_ids
         self._extra_s = 0.0
         self.is_complete = self.is_stuck = False
 
@@ -148,7 +151,8 @@ class GrammarCompiler:
                 f"Structured output cannot be had with the target's tokenizer ({_one_line(error)}).",
                 "Leave the grammar out.",
             ) from None
-        self._library, self._vocab_size = llguidance, vocab_size
+        self._library = llguidance
+        self._vocab_size = vocab_size
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._stop_token_ids = frozenset(token for token in stop_token_ids if token < vocab_size)
         self._num_starts = itertools.count()

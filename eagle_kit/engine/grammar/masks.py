@@ -20,7 +20,8 @@ def num_bytes(vocab_size: int) -> int:
 def allowed_bits(matches: Sequence[Match | None], tree: Tree, vocab_size: int) -> torch.Tensor:
     """Tokens allowed after each node, the lowest bit first, uint8 ``[B, N, 4 W]`` of the host. None allows
     everything. The tree is read by the host."""
-    tokens, parents = tree.tokens.cpu(), tree.parents.cpu().numpy()
+    tokens = tree.tokens.cpu()
+    parents = tree.parents.cpu().numpy()
     b, n = tokens.shape
     words = num_bytes(vocab_size) // 4
     bitmask = torch.full((b, n, words), -1, dtype=torch.int32)

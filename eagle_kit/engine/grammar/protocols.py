@@ -1,5 +1,5 @@
-"""What an engine needs of grammars: of one process those of :mod:`~eagle_kit.engine.grammar.compiler`, of
-several those of :mod:`~eagle_kit.engine.tensor_parallel.agreement`."""
+"""Protocols of grammars. :mod:`~eagle_kit.engine.grammar.compiler` implements them, and
+:mod:`~eagle_kit.engine.tensor_parallel.agreement` for several ranks."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -120,7 +120,8 @@ class _Walk:
                 del schema["format"]
             elif form not in FORMATS:
                 raise _refusal(f"{path}/format", f"is {shown(form)}, which is not supported")
-        least, required = schema.get("minProperties"), schema.get("required")
+        least = schema.get("minProperties")
+        required = schema.get("required")
         num_sure = len(required) if isinstance(required, list) else 0
         if isinstance(least, int) and least > max(1, num_sure):
             raise _refusal(
@@ -129,7 +130,8 @@ class _Walk:
             )
 
     def _charge(self, schema: dict[str, Any]) -> None:
-        values, multiple = schema.get("enum"), schema.get("multipleOf", 0)
+        values = schema.get("enum")
+        multiple = schema.get("multipleOf", 0)
         self._size += SUBSCHEMA_SIZE + sum(size for name, size in KEYWORD_SIZES.items() if name in schema)
         self._size += len(values) if isinstance(values, list) else 0
         if type(multiple) in (int, float):
@@ -190,7 +192,8 @@ class _Branch:
 def _are_distinct(branches: list[_Branch], tag: str | None) -> bool:
     """Return True if no value matches two branches, of which objects may be told apart by their ``tag``."""
     claims: list[Any] = []
-    whole, partly = set[str](), set[str]()
+    whole = set[str]()
+    partly = set[str]()
     for branch in branches:
         if not branch.kinds:
             return False

@@ -15,9 +15,13 @@ import torch
 from eagle_kit.core.structured_outputs import Thought
 from eagle_kit.engine.grammar.protocols import Match
 
-FIRST, ENDED, UNUSED = -1, -2, -3
-"""States of a path besides the number of tokens of ``Thought.end`` that it has last: before the first token
-of a reply that may have reasoning, in the grammar, and of a node that is not used."""
+# States of a path, besides the number of tokens of ``Thought.end`` that it has last.
+FIRST = -1
+"""Before the first token of a reply that may have reasoning."""
+ENDED = -2
+"""After the reasoning: in the grammar."""
+UNUSED = -3
+"""Of a node that is not used."""
 
 
 class MatchBehindThought:
@@ -30,7 +34,9 @@ class MatchBehindThought:
     """
 
     def __init__(self, match: Match, thought: Thought, stop_token_ids: frozenset[int]) -> None:
-        self._match, self._thought, self._stop_token_ids = match, thought, stop_token_ids
+        self._match = match
+        self._thought = thought
+        self._stop_token_ids = stop_token_ids
         self._state = 0 if thought.opener is None else FIRST
 
     @property
@@ -59,7 +65,8 @@ class MatchBehindThought:
         if self._state == ENDED:
             self._match.fill(parents, tokens, bitmask)
             return
-        states, roots = [self._state], [0]
+        states = [self._state]
+        roots = [0]
         windows: dict[int, list[int]] = {}  # nodes of the grammar, by the one behind which it begins
         if self._state == FIRST:
             windows[0] = [0]
@@ -84,7 +91,8 @@ class MatchBehindThought:
 
     def _after(self, state: int, token: int) -> int:
         """State of a path with one more token."""
-        end, opener = self._thought.end, self._thought.opener
+        end = self._thought.end
+        opener = self._thought.opener
         if state == FIRST:
             return 0 if token == opener else ENDED
         if state < 0:

@@ -18,7 +18,7 @@ class Level(IntEnum):
 
     GREEDY = 0
     """The most likely tokens."""
-    DRAWN = 1
+    SAMPLED = 1
     """Tokens drawn at a temperature."""
     FILTERED = 2
     """Tokens drawn after top-k, top-p and min-p."""
@@ -71,7 +71,7 @@ def level_of(params: Sequence[SamplingParams]) -> Level:
     if all(each.is_greedy for each in params):
         return Level.GREEDY
     filtered = any(each.top_k or each.top_p != 1.0 or each.min_p for each in params)
-    return Level.FILTERED if filtered else Level.DRAWN
+    return Level.FILTERED if filtered else Level.SAMPLED
 
 
 def adjusts_logits(params: SamplingParams) -> bool:

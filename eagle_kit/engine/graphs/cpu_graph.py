@@ -230,8 +230,8 @@ class Recording:
         # The lengths must be those that the cycle began with.
         before = self._operations[: chosen.position]
         changed = [tensor for operation in before for tensor in _mutated(operation)]
-        slots = lengths.slots.untyped_storage().data_ptr()
-        if any(each.untyped_storage().data_ptr() == slots for each in changed):
+        seq_lens = lengths.seq_lens.untyped_storage().data_ptr()
+        if any(each.untyped_storage().data_ptr() == seq_lens for each in changed):
             raise CaptureError("a choice is made by lengths after they were changed")
 
         # Follow additions of constants back to the operation that gathered the lengths from the slots.
@@ -245,11 +245,12 @@ class Recording:
             if made is not None and name == "eagle_kit_cpp.gather_rows.default":
                 tables, rows = made.args
                 index = next(i for i, each in enumerate(made.result) if each is tensor)
-                if tables[index] is lengths.slots and rows is lengths.rows:
+                if tables[index] is lengths.seq_lens and rows is lengths.slot_ids:
                     return Condition(chosen.choice, offset)
             if made is not None and name == "aten.index.Tensor":
-                store, rows = made.args[0], made.args[1]
-                if store is lengths.slots and len(rows) == 1 and rows[0] is lengths.rows:
+                store = made.args[0]
+                rows = made.args[1]
+                if store is lengths.seq_lens and len(rows) == 1 and rows[0] is lengths.slot_ids:
                     return Condition(chosen.choice, offset)
             if made is None or name != "aten.add.Tensor" or made.kwargs or not isinstance(made.args[1], int):
                 raise CaptureError(f"a choice is made by the result of {name}, not by lengths")
@@ -464,7 +465,7 @@ class CpuGraphs:
         """See :class:`~eagle_kit.engine.graphs.cuda_graph.CycleGraphs`."""
         return len(self._recordings)
 
-    def anew(self) -> "CpuGraphs":
+    def new_empty(self) -> "CpuGraphs":
         """See :class:`~eagle_kit.engine.graphs.cuda_graph.CycleGraphs`."""
         return CpuGraphs(record_after=1, is_bounded=False)
 

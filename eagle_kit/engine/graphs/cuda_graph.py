@@ -25,16 +25,16 @@ class Lengths(NamedTuple):
     """Lengths of the requests of a batch, on the device.
 
     Attributes:
-        slots: int64 ``[M + 1]``, the lengths of all slots.
-        rows: int64 ``[B]``, the slots of the batch.
+        seq_lens: int64 ``[M + 1]``, the lengths of all slots.
+        slot_ids: int64 ``[B]``, the slots of the batch.
     """
 
-    slots: torch.Tensor
-    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_ids: torch.Tensor
 
     def read(self) -> list[int]:
         """Read the lengths of the batch on the host."""
-        lengths: list[int] = self.slots[self.rows].tolist()
+        lengths: list[int] = self.seq_lens[self.slot_ids].tolist()
         return lengths
 
 
@@ -78,7 +78,7 @@ class CycleGraphs(Protocol):
     def num_warm_ups(self) -> int:
         """Number of runs that were no replays: eager runs before a graph is made, and captures."""
 
-    def anew(self) -> "CycleGraphs":
+    def new_empty(self) -> "CycleGraphs":
         """Return an object of the same class without graphs. It makes one at the first run of each kind."""
 
     def run(self, call: GraphCall) -> Any:
@@ -208,7 +208,7 @@ class GraphRunner:
         """See :class:`CycleGraphs`."""
         return len(self._graphs)
 
-    def anew(self) -> "GraphRunner":
+    def new_empty(self) -> "GraphRunner":
         """See :class:`CycleGraphs`."""
         return type(self)(self.mode)
 

@@ -190,8 +190,10 @@ def representative_prompts(engine: Engine) -> Iterator[list[Request]]:
     or more than one, have a cached prefix, or sample their first token at another level. The longest prompts
     come first: the others fit into the memory that they reserved.
     """
-    config, rng = engine.config, random.Random(0)
-    most = min(config.max_context - 2, (config.num_shard_pages - 2) * config.page_size - config.room(63))
+    config = engine.config
+    rng = random.Random(0)
+    pool_tokens = (config.num_shard_pages - 2) * config.page_size
+    most = min(config.max_context - 2, pool_tokens - config.num_lookahead_tokens(63))
     if most < 1:  # no room for a prompt
         return
     step = min(config.prefill_tokens, most)
@@ -237,7 +239,8 @@ def _name(kind: BatchKind) -> str:
 def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> Iterator[str]:
     """Iterate over sentences on what was not prepared, and what that costs a request."""
     graphs = [work for work in works if work.what.startswith("graphs")]
-    count, seconds = sum(work.number for work in graphs), sum(work.seconds for work in graphs)
+    count = sum(work.number for work in graphs)
+    seconds = sum(work.seconds for work in graphs)
     price = f"about {seconds / count:.1f} s each" if count else "some tenths of a second each"
     later = f"captured when first needed, {price}, while all requests wait"
     if not engine.runner.graphs.has_fixed_shapes:
@@ -257,7 +260,8 @@ class _Compiled:
     """Number of kernels that Triton compiled, and the seconds that it took."""
 
     def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
+        self.count = 0
+        self.seconds = 0.0
         self._begun = time.perf_counter()
 
     def begin(self, **_: Any) -> None:
@@ -281,7 +285,8 @@ def _compilations() -> Iterator[_Compiled]:
 
     runtime = knobs.runtime
     before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
-    runtime.jit_cache_hook, runtime.jit_post_compile_hook = counted.begin, counted.end
+    runtime.jit_cache_hook = counted.begin
+    runtime.jit_post_compile_hook = counted.end
     try:
         yield counted
     finally:

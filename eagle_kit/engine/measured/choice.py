@@ -19,7 +19,7 @@ F = TypeVar("F", bound=str)
 logger = logging.getLogger(__name__)
 
 
-class Choice(NamedTuple, Generic[F]):
+class BackendChoice(NamedTuple, Generic[F]):
     """Result of a measurement.
 
     Attributes:
@@ -35,7 +35,7 @@ class Choice(NamedTuple, Generic[F]):
         return f"{self.backend} ({times or 'not measured'})"
 
 
-def choose_fastest(what: str, timers: Mapping[F, Callable[[], float]]) -> Choice[F]:
+def choose_fastest(what: str, timers: Mapping[F, Callable[[], float]]) -> BackendChoice[F]:
     """Measure the backends of an operation, and choose the fastest.
 
     A backend that cannot be measured is not chosen, and a warning is logged.
@@ -63,7 +63,7 @@ def choose_fastest(what: str, timers: Mapping[F, Callable[[], float]]) -> Choice
     fastest = min(seconds, key=lambda backend: seconds[backend], default=default)
     if default not in seconds or seconds[fastest] >= MARGIN * seconds[default]:
         fastest = default
-    choice = Choice(fastest, seconds)
+    choice = BackendChoice(fastest, seconds)
     logger.info("%s: %s", what, choice)
     return choice
 
@@ -76,12 +76,12 @@ class MeasuredChoices(Generic[S, F]):
     """
 
     def __init__(self) -> None:
-        self._choices: dict[S, Choice[F]] = {}
+        self._choices: dict[S, BackendChoice[F]] = {}
         self.seconds = 0.0
         self._measures = False
 
     @property
-    def table(self) -> Mapping[S, Choice[F]]:
+    def table(self) -> Mapping[S, BackendChoice[F]]:
         """Choices so far."""
         return dict(self._choices)
 

@@ -3,7 +3,7 @@ measurements.
 
 A warm-up measures, at the first call of each number of rows and kind of layer, with the arguments of that
 call. A choice is kept as long as the engine lives; sizes that never came up in a warm-up take ours. Drafts
-always take ours: the first slots of most of their stores are unused, and they have a layer or two.
+always take ours: the first positions of most of their stores are unused, and they have a layer or two.
 """
 
 import logging
@@ -196,7 +196,7 @@ def reasons_against(library: PrefillLibrary, store: PagedStore) -> list[str]:
 def store_facts(store: PagedKV) -> StoreFacts:
     """What decides whether a library can read ``store``."""
     rows, size = store.k.shape[-2:]
-    return StoreFacts(size, store.dtype, store.k.dtype, store.page_size, store.first_slot, rows * size)
+    return StoreFacts(size, store.dtype, store.k.dtype, store.page_size, store.first_position, rows * size)
 
 
 def working_bytes(name: PrefillBackend, device: torch.device, variants: Sequence[AttentionVariant]) -> int:

@@ -227,7 +227,7 @@ def plan_memory(
     if config.kv_memory is not None:
         kv_tokens = max(1, config.kv_memory // per_token)
     all_parts = config.shard_batch_size * config.num_shards
-    wanted = all_parts * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
+    wanted = all_parts * (config.max_context + config.num_lookahead_tokens(MAX_WINDOW - 1) + config.page_size)
     shared = room if kv_tokens is None else free - needed
     extent = _extent(graphs, shared, (kv_tokens or wanted) * per_token, is_given=kv_tokens is not None)
     room -= graphs[extent].bytes
@@ -290,10 +290,11 @@ def _waits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -
 def _draft_logits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> int:
     """Bytes of the logits of a draft, of the largest batch in the deepest and widest shapes that it may
     have."""
-    kind, shapes = drafter_class(draft, config), [*config.shape.shapes]
+    kind = drafter_class(draft, config)
+    shapes = [*config.shape.shapes]
     if chooses_shapes:
         shapes.append(SpecShape(min(MOST_STEPS, kind.most_steps(draft)), max(WIDTHS), MAX_WINDOW))
-    spec = kind.candidate_spec(shapes, reads_confidence=chooses_shapes and not config.lag)
+    spec = kind.candidate_spec(shapes, needs_confidence=chooses_shapes and not config.lag)
     topk = min(spec.topk, draft.draft_vocab_size)
     return kind.logits_bytes(draft, config.max_batch_size, spec._replace(topk=topk))
 

@@ -156,7 +156,7 @@ class Planner:
                 Share(rank, size),
                 self.block,
                 expert_parallel=expert_parallel,
-                attends_whole=data_parallel_attention,
+                data_parallel_attention=data_parallel_attention,
             )
             for rank in range(size)
         ]
@@ -167,11 +167,11 @@ class Planner:
             expert_parallel=expert_parallel,
             data_parallel_attention=data_parallel_attention,
         )
-        if options.shape is None and draft is not None:
+        if options.has_auto_shape and draft is not None:
             kind = drafter_class(draft, options)
             options = options.replace(shape=kind.default_shape(draft, self.config.model_type))
         config = options.resolve(on_gpu=True, max_positions=self.config.max_position_embeddings)
-        chooses = self.options.shape is None and draft is not None
+        chooses = self.options.has_auto_shape and draft is not None
         return RankPlan(sharding, target, draft, config, chooses)
 
     def _check_bridged(self, config: BridgedConfig, size: int) -> None:
@@ -192,9 +192,10 @@ class Planner:
         be refused by its loader."""
         found = {}  # ranks that are alike need one model
         for each in ranks:
-            config, num_words = each.rank_config(), len(each.share.of(self.config.vocab_size))
-            if config.moe is not None and (own := config.moe.own_experts) is not None:
-                config = replace(config, moe=replace(config.moe, own_experts=range(len(own))))
+            config = each.rank_config()
+            num_words = len(each.share.of(self.config.vocab_size))
+            if config.moe is not None and (own := config.moe.local_experts) is not None:
+                config = replace(config, moe=replace(config.moe, local_experts=range(len(own))))
             found[f"{config} {num_words}"] = each
         for each in ranks:
             self._check_blocks(each)
@@ -244,9 +245,11 @@ class Planner:
         chosen = draft_in_target(self.draft, algorithm, self.name) or self.draft
         if chosen is None:
             return None
-        whole, dtype = copy(target), target.embed_tokens.weight.dtype
+        whole = copy(target)
+        dtype = target.embed_tokens.weight.dtype
         whole._modules = dict(target._modules)
-        size, num_words = self.config.hidden_size, self.config.vocab_size
+        size = self.config.hidden_size
+        num_words = self.config.vocab_size
         if len(target.embed_tokens.weight) < num_words:
             with torch.device("meta"):
                 whole.embed_tokens = nn.Embedding(num_words, size).to(dtype).requires_grad_(False)

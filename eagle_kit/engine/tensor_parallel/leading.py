@@ -22,10 +22,10 @@ from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.distributed.collectives import Ranks
 from eagle_kit.engine.calibrate.record_drafts import record_drafts
 from eagle_kit.engine.engine import Engine
-from eagle_kit.engine.forwards import text_logits, text_logprobs, text_states
 from eagle_kit.engine.graphs.warm_up import warm_up
 from eagle_kit.engine.request import Request
 from eagle_kit.engine.tensor_parallel.ranks import RankGroup
+from eagle_kit.engine.text_forwards import text_logits, text_logprobs, text_states
 from eagle_kit.models.targets.target import Target
 
 CALLS = frozenset(
@@ -312,15 +312,15 @@ class Follower:
     # Calls beside the engine. Rank 0 returns the results; the others take part in the collectives.
 
     def text_states(self, ids: list[int], layers: tuple[int, ...]) -> None:
-        """See :func:`~eagle_kit.engine.forwards.text_states`."""
+        """See :func:`~eagle_kit.engine.text_forwards.text_states`."""
         text_states(self._target, ids, layers)
 
     def text_logprobs(self, ids: list[int], top: int) -> None:
-        """See :func:`~eagle_kit.engine.forwards.text_logprobs`."""
+        """See :func:`~eagle_kit.engine.text_forwards.text_logprobs`."""
         text_logprobs(self._target, ids, top)
 
     def text_logits(self, ids: list[int]) -> None:
-        """See :func:`~eagle_kit.engine.forwards.text_logits`."""
+        """See :func:`~eagle_kit.engine.text_forwards.text_logits`."""
         text_logits(self._target, ids)
 
     def record_drafts(self, data: list[RequestData], shape: SpecShape) -> None:

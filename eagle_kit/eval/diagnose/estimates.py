@@ -14,10 +14,12 @@ class Estimate(NamedTuple):
 
     @property
     def score(self) -> float:
-        """The mean in standard errors; infinite for a mean without any."""
+        """The mean in standard errors; infinite where the error is 0 and the mean is not."""
         if self.error > 0:
             return self.mean / self.error
-        return math.copysign(math.inf, self.mean) if self.mean else 0.0
+        if self.mean == 0:
+            return 0.0
+        return math.copysign(math.inf, self.mean)
 
     @property
     def margin(self) -> float:
@@ -25,18 +27,20 @@ class Estimate(NamedTuple):
         return 1.96 * self.error
 
 
-def estimate(values: torch.Tensor, texts: torch.Tensor) -> Estimate:
-    """Mean of ``values [R]``, with the error of a ratio of sums over texts (linearised, with C / (C - 1)).
+def estimate(values: torch.Tensor, text_index: torch.Tensor) -> Estimate:
+    """Mean of ``values [R]``, with the error of a ratio of sums over C texts (linearised, with C /
+    (C - 1)).
 
     Args:
-        texts: int64 ``[R]``, the text of each value.
+        text_index: int64 ``[R]``, the text of each value. The error is infinite for a single text.
     """
     values = values.double()
     mean = values.mean()
-    _, number = texts.unique(return_inverse=True)
+    _, number = text_index.unique(return_inverse=True)
     count = int(number.max()) + 1
-    sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, number, values - mean)
     if count < 2:
         return Estimate(float(mean), math.inf)
+    sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+    sums.index_add_(0, number, values - mean)
     variance = sums.square().sum() * count / (count - 1) / len(values) ** 2
     return Estimate(float(mean), float(variance.sqrt()))

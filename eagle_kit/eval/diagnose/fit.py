@@ -1,26 +1,31 @@
 """How well a head fits its target where nothing can be undone: figures that tell the remaining causes apart.
 
-A head learns the target's distribution over the draft vocabulary, so on inputs like those of its training its
-first proposal is as probable under the target as it says itself. Trained too little it is unsure, and knows
-it. Fed by another target, or by one whose weights were rounded or tuned since, it is as sure as it was taught
-to be, and wrong: then its confidence exceeds the target's probability. (The comparison is with probabilities,
-not with what was accepted, so a target that is unsure itself does not count against the head.)
+A head learns the target's distribution over the draft vocabulary. On inputs like those of its
+training, its first drafts have the probability under the target that they have under the head.
+
+* A head with too little training gives its drafts low probabilities, and the target gives the same.
+* A head whose target has other weights than in training (another model, rounded or tuned weights)
+  gives its drafts the probabilities that it learned, and the target gives lower ones.
+
+The head is compared with probabilities, not with what was accepted: a target that is unsure itself
+does not count against the head.
 
 Legend: R roots.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
-from eagle_kit.eval.diagnose.chain import Reading, Source
+from eagle_kit.eval.diagnose.chain import ChainResult, Source
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.row import log_probs
 from eagle_kit.models.draft_head import DraftHead
 
 LOW_SHARE = 0.2
-"""First drafts accepted, below which a head is taken for wrong or unlearned rather than modest: a chain then
-emits fewer than about 1.25 tokens per verify."""
+"""Share of first drafts accepted, below which a head is read wrong or has learned little: a chain
+then emits fewer than about 1.25 tokens per verify."""
 
 
 @dataclass(frozen=True)
@@ -30,60 +35,74 @@ class Fit:
     Attributes:
         reach: share of roots whose chain is accepted to each depth.
         coverage: share of the replies' tokens that are in the draft vocabulary.
-        within: first drafts accepted where the token is in it.
-        confidence: mean probability of the first proposal under the head.
-        trust: the same under the target, of the tokens in the draft vocabulary.
-        excess: their difference, root by root.
-        entropy: of the first proposal's distribution, in nats; ``most_entropy`` is that of guessing evenly.
+        accepted_if_covered: share of first drafts accepted where the reply's token is in the draft
+            vocabulary.
+        confidence: mean probability of the first drafts under the head.
+        target_confidence: the same under the target, among the tokens of the draft vocabulary.
+        excess: confidence minus target confidence, root by root.
+        entropy: mean entropy of the head's distribution, in nats.
+        max_entropy: entropy of a uniform distribution over the draft vocabulary, in nats.
         is_finite: whether all logits are.
     """
 
     reach: tuple[Estimate, ...]
     coverage: Estimate
-    within: Estimate
+    accepted_if_covered: Estimate
     confidence: Estimate
-    trust: Estimate
+    target_confidence: Estimate
     excess: Estimate
     entropy: float
-    most_entropy: float
+    max_entropy: float
     is_finite: bool
 
     @property
     def share(self) -> float:
-        """First drafts accepted."""
+        """Share of first drafts accepted."""
         return self.reach[0].mean
 
     @property
     def is_low(self) -> bool:
-        """True where so few drafts are accepted that a modest head does not explain it."""
+        """True where fewer first drafts are accepted than by any head that is read right and has
+        learned."""
         return self.share + self.reach[0].margin < LOW_SHARE
 
 
 def measure_fit(
-    head: DraftHead, source: Source, reading: Reading, token_map: torch.Tensor | None = None
+    head: DraftHead, source: Source, result: ChainResult, token_map: torch.Tensor | None = None
 ) -> Fit:
-    """Take the figures of ``reading``, a chain of the head.
+    """Take the figures of the chains that ``head`` drafted.
 
     Args:
-        token_map: int64 ``[Vd]``, of the reading, in place of the head's.
+        token_map: int64 ``[Vd]``, map with which they were drafted; None for the head's own.
     """
-    texts = source.row.texts
-    among = head.token_map if token_map is None else token_map.unique()
-    trust = log_probs(*source, reading.first_token, among).exp()
-    covered, hit = reading.covered, reading.accepted > 0
-    steps = int(reading.possible.max())
+    text_index = source.row.text_index
+    first = result.first
+
+    # Share of roots accepted to each depth, of those whose replies are long enough.
     reach = []
-    for depth in range(1, steps + 1):
-        mine = reading.possible >= depth
-        reach.append(estimate((reading.accepted >= depth)[mine].float(), texts[mine]))
+    for depth in range(1, int(result.max_accepted.max()) + 1):
+        is_long = result.max_accepted >= depth
+        is_reached = result.num_accepted >= depth
+        reach.append(estimate(is_reached[is_long].float(), text_index[is_long]))
+
+    # First drafts by the draft vocabulary.
+    accepted_if_covered = Estimate(0.0, 0.0)
+    if first.is_covered.any():
+        is_accepted = result.num_accepted[first.is_covered] > 0
+        accepted_if_covered = estimate(is_accepted.float(), text_index[first.is_covered])
+
+    # Probabilities of first drafts under head and target.
+    vocabulary = head.token_map if token_map is None else token_map.unique()
+    target_log_probs = log_probs(source.target, source.row, source.states, first.token, vocabulary)
+    target_confidence = target_log_probs.exp()
     return Fit(
-        tuple(reach),
-        estimate(covered.float(), texts),
-        estimate(hit[covered].float(), texts[covered]) if covered.any() else Estimate(0.0, 0.0),
-        estimate(reading.confidence, texts),
-        estimate(trust, texts),
-        estimate(reading.confidence - trust, texts),
-        float(reading.entropy.mean()),
-        float(torch.tensor(float(head.config.draft_vocab_size)).log()),
-        reading.is_finite,
+        reach=tuple(reach),
+        coverage=estimate(first.is_covered.float(), text_index),
+        accepted_if_covered=accepted_if_covered,
+        confidence=estimate(first.confidence, text_index),
+        target_confidence=estimate(target_confidence, text_index),
+        excess=estimate(first.confidence - target_confidence, text_index),
+        entropy=float(first.entropy.mean()),
+        max_entropy=math.log(head.config.draft_vocab_size),
+        is_finite=result.is_finite,
     )

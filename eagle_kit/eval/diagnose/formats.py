@@ -1,8 +1,8 @@
-"""Chat formats: the same replies behind prompts that are written as other templates write them.
+"""Chat formats: the same replies after prompts that are written as other templates write them.
 
-No decoding: the target reads each reply behind the other prompt and says for itself which token comes next,
-and the head is compared with that. A head that was trained with another template follows the target better
-there than behind the target's own.
+Nothing is decoded: the target computes its own most likely tokens over each reply after the other
+prompt, and the head is compared with those. A head that was trained with another template follows
+the target better after that template than after the target's own.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import torch
 
 from eagle_kit.data.chat.messages import ChatPrompt, Tool
 from eagle_kit.data.chat.renderer import ChatRenderer
-from eagle_kit.eval.diagnose.chain import Source, read_chain
+from eagle_kit.eval.diagnose.chain import Source, draft_chains
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.replay import Messages, Replies
-from eagle_kit.eval.diagnose.row import Text, compute_states, log_probs, pack
+from eagle_kit.eval.diagnose.row import PromptReply, compute_states, log_probs, pack
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
 
@@ -33,8 +33,9 @@ TOOL = {
 }
 
 
-class Format(NamedTuple):
-    """A way to write a chat: every turn, with ``{role}`` and ``{content}``, and what begins a reply."""
+class ChatFormat(NamedTuple):
+    """A way to write a chat: text of a turn, with ``{role}`` and ``{content}``, and text before a
+    reply."""
 
     name: str
     turn: str
@@ -46,27 +47,27 @@ class Format(NamedTuple):
 
 
 FORMATS = (
-    Format("ChatML", "<|im_start|>{role}\n{content}<|im_end|>\n", "<|im_start|>assistant\n"),
-    Format(
+    ChatFormat("ChatML", "<|im_start|>{role}\n{content}<|im_end|>\n", "<|im_start|>assistant\n"),
+    ChatFormat(
         "Llama 3's",
         "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
-    Format("Llama 2's", "[INST] {content} [/INST]", ""),
-    Format("Zephyr's", "<|{role}|>\n{content}</s>\n", "<|assistant|>\n"),
-    Format("Vicuna's", "{role}: {content}\n", "assistant: "),
-    Format("no template", "{content}\n\n", ""),
+    ChatFormat("Llama 2's", "[INST] {content} [/INST]", ""),
+    ChatFormat("Zephyr's", "<|{role}|>\n{content}</s>\n", "<|assistant|>\n"),
+    ChatFormat("Vicuna's", "{role}: {content}\n", "assistant: "),
+    ChatFormat("no template", "{content}\n\n", ""),
 )
 
 
-class FormatReading(NamedTuple):
-    """A head on replies behind prompts of a format.
+class FormatResult(NamedTuple):
+    """A head on replies after prompts of a format.
 
     Attributes:
         accepted: share of first drafts that are the target's most likely token.
         gain: of that share over the target's own template, root by root.
-        follow: the same of the log-probability of that token, head's less target's, so that how sure the
-            target itself is does not count.
+        follow: the same gain of the log-probability of that token under the head, less that under
+            the target, so that the target's own certainty does not count.
     """
 
     name: str
@@ -75,62 +76,83 @@ class FormatReading(NamedTuple):
     follow: Estimate
 
 
-def read_formats(
+def measure_formats(
     head: DraftHead, target: Target, renderer: ChatRenderer, replies: Replies
-) -> list[FormatReading]:
-    """Read a head behind prompts of every format, the target's own first.
+) -> list[FormatResult]:
+    """Measure a head after prompts of every format, the target's own first.
 
     Raises:
         UserError: the tokenizer has no chat template.
     """
-    messages, chosen = replies.messages[:MOST_CHATS], replies.texts[:MOST_CHATS]
-    own = _measure(head, target, chosen)
-    found = [FormatReading("the target's own", estimate(own[0], own[2]), Estimate(0, 0), Estimate(0, 0))]
-    for name, prompts in _written(renderer, messages):
-        texts = [Text(ids, text.reply) for ids, text in zip(prompts, chosen, strict=True)]
-        hits, follow, numbers = _measure(head, target, texts)
-        found.append(
-            FormatReading(
+    messages = replies.messages[:MOST_CHATS]
+    texts = replies.texts[:MOST_CHATS]
+    own = _measure(head, target, texts)
+    no_gain = Estimate(0, 0)
+    results = [FormatResult("the target's own", estimate(own.is_accepted, own.text_index), no_gain, no_gain)]
+    for name, prompts in _prompts(renderer, messages).items():
+        rewritten = [PromptReply(prompt, text.reply) for prompt, text in zip(prompts, texts, strict=True)]
+        found = _measure(head, target, rewritten)
+        results.append(
+            FormatResult(
                 name,
-                estimate(hits, numbers),
-                estimate(hits - own[0], numbers),
-                estimate(follow - own[1], numbers),
+                accepted=estimate(found.is_accepted, found.text_index),
+                gain=estimate(found.is_accepted - own.is_accepted, found.text_index),
+                follow=estimate(found.follow - own.follow, found.text_index),
             )
         )
-    return found
+    return results
 
 
-def _written(renderer: ChatRenderer, messages: Sequence[Messages]) -> list[tuple[str, list[list[int]]]]:
-    """Prompts in all formats that differ from the target's own, as tokens, by the format's name."""
+def _prompts(renderer: ChatRenderer, messages: Sequence[Messages]) -> dict[str, list[list[int]]]:
+    """Prompts as tokens in every format that differs from the target's own, by the format's
+    name."""
     own = [renderer.prompt_token_ids(each) for each in messages]
     system = [{"role": "system", "content": SYSTEM}]
-    written = [
-        ("the same with a system prompt", [_own(renderer, [*system, *each]) for each in messages]),
-        (WITH_TOOL, [_own(renderer, each, tools=[TOOL]) for each in messages]),
-    ]
-    for form in FORMATS:
-        texts = [form.render(each) for each in messages]
-        ids = [
-            renderer.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"] for text in texts
-        ]
-        written.append((form.name, ids))
-    return [(name, prompts) for name, prompts in written if prompts != own and all(prompts)]
+    prompts = {
+        "the same with a system prompt": [_own_prompt(renderer, [*system, *each]) for each in messages],
+        WITH_TOOL: [_own_prompt(renderer, each, tools=[TOOL]) for each in messages],
+    }
+    for chat_format in FORMATS:
+        ids = []
+        for each in messages:
+            text = chat_format.render(each)
+            ids.append(renderer.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+        prompts[chat_format.name] = ids
+
+    # A template may pass over system prompts or tools, and may refuse them.
+    return {name: ids for name, ids in prompts.items() if ids != own and all(ids)}
 
 
-def _own(renderer: ChatRenderer, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
-    """By the target's own template; empty where it has no place for them."""
+def _own_prompt(renderer: ChatRenderer, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
+    """A prompt by the target's own template; empty where the template refuses it."""
     try:
         return renderer.prompt_token_ids(ChatPrompt(messages, tools))
     except Exception:  # a template is a foreign program
         return []
 
 
-def _measure(
-    head: DraftHead, target: Target, texts: Sequence[Text]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First drafts that are right ``[R]``, how well the target is followed ``[R]``, and texts ``[R]``."""
+class _Measurement(NamedTuple):
+    """First drafts of a head at every root.
+
+    Attributes:
+        is_accepted: fp32 ``[R]``, 1 where the draft is the target's most likely token.
+        follow: fp32 ``[R]``, log-probability of that token under the head, less that under the
+            target.
+        text_index: int64 ``[R]``.
+    """
+
+    is_accepted: torch.Tensor
+    follow: torch.Tensor
+    text_index: torch.Tensor
+
+
+def _measure(head: DraftHead, target: Target, texts: Sequence[PromptReply]) -> _Measurement:
     row = pack(texts).to(target.embed_tokens.weight.device)
     states = compute_states(target, row, head.capture)
-    reading = read_chain(head, Source(target, row, states))
-    follow = reading.log_truth - log_probs(target, row, states, states.greedy)
-    return reading.accepted.float(), follow, row.texts
+    result = draft_chains(head, Source(target, row, states))
+    target_log_probs = log_probs(target, row, states, states.greedy)
+    return _Measurement(
+        is_accepted=result.num_accepted.float(),
+        follow=result.first.label_log_prob - target_log_probs,
+        text_index=row.text_index,
+    )

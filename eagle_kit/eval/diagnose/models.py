@@ -26,9 +26,9 @@ class Models:
 
     Attributes:
         head: on the target's device and in its dtype, without packed weights.
-        target_folder: of the target; None for models that were handed over.
-        draft: the files of the draft; None for a head that was handed over.
-        embedding: ``[V, H]`` that the files bring, where it is not the target's.
+        target_folder: files of the target; None for models that were made in memory.
+        draft: files of the draft; None for a head that was made in memory.
+        embedding: ``[V, H]`` of the draft's files, where it is not the target's; else None.
         other_copies: names of matrices that the files bring as the target's, and that are not this one's.
     """
 
@@ -51,11 +51,13 @@ class Models:
 
     @property
     def training(self) -> Mapping[str, Any]:
-        """What ``eagle_kit.json`` of the draft says of its training; empty where there is none."""
+        """``eagle_kit.json`` of the draft, with figures of its training; empty where there is
+        none."""
         return {} if self.draft is None else self.draft.files.metadata
 
     def in_float32(self) -> "tuple[Target, DraftHead] | None":
-        """Target and head in fp32; None where they are, or where that is too much for another copy."""
+        """Load target and head in fp32. None where they are in fp32, are too large for another
+        copy, or have no files."""
         count = sum(parameter.numel() for parameter in self.target.parameters())
         if self.dtype == torch.float32 or count > MOST_WEIGHTS:
             return None
@@ -80,11 +82,11 @@ def load_models(draft: DraftFolder, target_folder: Path, config: EngineConfig) -
     files = draft.files
     kind = draft.head_kind
     copies = kind.weights(files, kind.read_config(files, target.config), target).copies
-    others = [
-        name
-        for name, copy in copies.items()
-        if not is_copy(copy, weight if name == EMBEDDING else target.head_weight)
-    ]
+    others = []
+    for name, copy in copies.items():
+        own = weight if name == EMBEDDING else target.head_weight
+        if not is_copy(copy, own):
+            others.append(name)
     embedding = copies[EMBEDDING].to(weight) if EMBEDDING in others else None
     head = head.eval().requires_grad_(False)
     return Models(llm, head, target_folder, draft, embedding, others)

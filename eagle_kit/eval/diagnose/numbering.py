@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.drafts.eagle3.fused_states import (
+from eagle_kit.drafts.eagle3.fused_states_kind import (
     CONVENTION_OFFSETS,
     FusedStatesKind,
     layer_ids_without_convention,
@@ -18,8 +18,8 @@ from eagle_kit.drafts.eagle3.fused_states import (
 from eagle_kit.drafts.files.draft import DraftFolder
 from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.engine.llm import LLM
-from eagle_kit.eval.diagnose.chain import Source, View, read_chain
-from eagle_kit.eval.diagnose.row import Text, compute_states, pack
+from eagle_kit.eval.diagnose.chain import InputVariant, Source, draft_chains
+from eagle_kit.eval.diagnose.row import PromptReply, compute_states, pack
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loader import read_target_config, weight_files
 from eagle_kit.models.loading.source import resolve_target
@@ -29,17 +29,17 @@ from eagle_kit.server.api.startup import short_prompts
 NUM_TOKENS = 32
 """Tokens of each reply that is drafted."""
 LEAST_ERRORS = 3.0
-"""Standard errors by which one reading must be better than the other."""
+"""Standard errors by which one convention must be better than the other."""
 
 
 class Numbering(NamedTuple):
-    """Fit of both conventions.
+    """Fit of both conventions, "input" and "output".
 
     Attributes:
         layers: inputs of the target's layers that a head reads, by convention.
         shares: share of first drafts that are the target's token, by convention.
-        best: the convention that fits; None where the figures do not tell.
-        num_drafts: drafts that the shares are of.
+        best: the convention that fits; None where the figures do not decide it.
+        num_drafts: number of drafts in each share.
     """
 
     layers: Mapping[str, tuple[int, ...]]
@@ -49,7 +49,7 @@ class Numbering(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The figures, a sentence."""
+        """The figures as a sentence."""
         parts = [
             f"{self.shares[name]:.2f} of the first drafts are accepted with the {name}s of the layers that "
             "its config names"
@@ -69,13 +69,15 @@ def measure_numbering(draft: DraftFolder, target: str | Path) -> Numbering | Non
     Raises:
         UserError: the draft or the target cannot be read.
     """
-    # What there is to decide, by files alone.
+    # Whether there is anything to decide, by the files alone.
     files = draft.files
     kind = draft.kind
     folder = resolve_target(target)
-    ids = layer_ids_without_convention(files, kind) if isinstance(kind, FusedStatesKind) else None
     config = read_target_config(folder)
-    layers = readings_of(ids or [], config.num_layers)
+    if not isinstance(kind, FusedStatesKind):
+        return None
+    ids = layer_ids_without_convention(files, kind)
+    layers = layers_by_convention(ids or [], config.num_layers)
     if len(layers) < 2 or not _has_weights(folder):
         return None
 
@@ -83,41 +85,40 @@ def measure_numbering(draft: DraftFolder, target: str | Path) -> Numbering | Non
     llm = LLM(folder)
     prompts = short_prompts(llm)
     replies = llm.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
-    texts = [Text(prompt, reply.token_ids) for prompt, reply in zip(prompts, replies, strict=True)]
-    assert isinstance(kind, FusedStatesKind)
+    texts = [PromptReply(prompt, reply.token_ids) for prompt, reply in zip(prompts, replies, strict=True)]
     head = _head(kind, files, llm.target)
     return compare_numberings(head, llm.target, texts, layers)
 
 
-def readings_of(ids: Sequence[int], num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Inputs of layers by the convention in which ``ids`` name them; those that the target has."""
-    readings = {name: tuple(layer + shift for layer in ids) for name, shift in CONVENTION_OFFSETS.items()}
-    return {
-        name: layers
-        for name, layers in readings.items()
-        if layers and all(0 <= layer <= num_layers for layer in layers)
-    }
+def layers_by_convention(ids: Sequence[int], num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Inputs of layers that ``ids`` name, by convention; without a convention in which the target
+    has not all of them."""
+    found = {}
+    for convention, offset in CONVENTION_OFFSETS.items():
+        layers = tuple(layer + offset for layer in ids)
+        if layers and all(0 <= layer <= num_layers for layer in layers):
+            found[convention] = layers
+    return found
 
 
 def compare_numberings(
-    head: DraftHead, target: Target, texts: Sequence[Text], layers: Mapping[str, tuple[int, ...]]
+    head: DraftHead, target: Target, texts: Sequence[PromptReply], layers: Mapping[str, tuple[int, ...]]
 ) -> Numbering:
-    """Read the first drafts of ``head`` over ``texts`` with the states of each reading.
+    """Draft once at every root of ``texts`` with the states of each convention.
 
     Args:
         texts: prompts and greedy replies.
-        layers: of two readings.
+        layers: inputs of layers by convention, of two.
     """
     row = pack(texts).to(target.embed_tokens.weight.device)
-    source = Source(
-        target, row, compute_states(target, row, sorted({i for ids in layers.values() for i in ids}))
-    )
-    readings = {name: read_chain(head, source, 1, View(layers=ids)) for name, ids in layers.items()}
-    shares = {name: float((reading.accepted > 0).float().mean()) for name, reading in readings.items()}
+    needed = sorted({layer for ids in layers.values() for layer in ids})
+    source = Source(target, row, compute_states(target, row, needed))
+    results = {name: draft_chains(head, source, 1, InputVariant(layers=ids)) for name, ids in layers.items()}
+    shares = {name: float((found.num_accepted > 0).float().mean()) for name, found in results.items()}
 
     # The difference of log-probabilities of the target's tokens, draft by draft.
     one, other = layers
-    gain = (readings[one].log_truth - readings[other].log_truth).double()
+    gain = (results[one].first.label_log_prob - results[other].first.label_log_prob).double()
     count = len(gain)
     best = None
     if count > 1 and float(gain.mean().abs()) > LEAST_ERRORS * float(gain.std()) / count**0.5:

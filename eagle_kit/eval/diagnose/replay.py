@@ -1,4 +1,4 @@
-"""Prompts through our engine: greedy replies to measure on, and what a chain of the draft accepts in them."""
+"""Prompts through our engine: greedy replies to measure on, plainly and with a chain of the draft."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.data.tasks.sets import load_task
 from eagle_kit.engine.llm import LLM
-from eagle_kit.eval.diagnose.row import Text
+from eagle_kit.eval.diagnose.row import PromptReply
 from eagle_kit.report.stages import Stages
 
 FEWEST_PROMPTS = 8
 FEWEST_TOKENS = 200
-"""Tokens of replies below which no difference could be told from chance."""
+"""Tokens of replies below which chance explains any difference."""
 PLAIN = "plain decoding"
 DRAFTED = "chain"
-"""Names of stages; that of drafted replies is followed by its shape."""
+"""Names of stages. The shape follows the second."""
 Messages = list[dict[str, str]]
 
 
@@ -38,9 +38,9 @@ class Replies:
     outputs: Sequence[RequestOutput]
 
     @property
-    def texts(self) -> list[Text]:
+    def texts(self) -> list[PromptReply]:
         """Prompts and replies as tokens."""
-        return [Text(output.prompt_ids, output.token_ids) for output in self.outputs]
+        return [PromptReply(output.prompt_ids, output.token_ids) for output in self.outputs]
 
     @property
     def num_tokens(self) -> int:
@@ -58,8 +58,9 @@ class Replay:
     """The same prompts decoded with the draft.
 
     Attributes:
-        stats: of the engine.
-        predicted: the same of the head's chain computed without decoding; None for a tree.
+        shape: the shape of every cycle.
+        stats: what the engine counted.
+        predicted: the same, computed from the head's chains without decoding; None for a tree.
         num_different: replies that are not those of plain decoding.
     """
 
@@ -118,15 +119,16 @@ def decode_drafted(
     for output in outputs:
         stats.add(output.stats)
     pairs = zip(outputs, replies.outputs, strict=True)
-    different = sum(output.token_ids != plain.token_ids for output, plain in pairs)
-    return Replay(shape, stats, None, different)
+    num_different = sum(output.token_ids != plain.token_ids for output, plain in pairs)
+    return Replay(shape, stats, None, num_different)
 
 
 def _decode(
     llm: LLM, messages: Sequence[Messages], config: DiagnoseConfig, shape: SpecShape, stages: Stages
 ) -> list[RequestOutput]:
     prompts = [_prompt(llm, each) for each in messages]
-    stages.start(PLAIN if shape == NO_SPECULATION else f"{DRAFTED} {shape}", len(prompts), "reply")
+    stage = PLAIN if shape == NO_SPECULATION else f"{DRAFTED} {shape}"
+    stages.start(stage, len(prompts), "reply")
     params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0)
     return llm.chat(prompts, params, shape=shape, on_finish=stages.step)
 

@@ -1,17 +1,17 @@
 """A diagnosis as text and as plain data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from eagle_kit.eval.diagnose.causes import Measured
 from eagle_kit.eval.diagnose.compare import Comparison
-from eagle_kit.eval.diagnose.context import ContextReading
+from eagle_kit.eval.diagnose.context import ContextResult, PositionRange
 from eagle_kit.eval.diagnose.estimates import Estimate
-from eagle_kit.eval.diagnose.formats import FormatReading
 from eagle_kit.eval.diagnose.replay import Replay
 from eagle_kit.eval.diagnose.run import Diagnosis
-from eagle_kit.eval.diagnose.trials import STEPS
+from eagle_kit.eval.diagnose.server import ServerResult
+from eagle_kit.eval.diagnose.trials import STEPS, Trial
 from eagle_kit.report.tables import Table
 
 HEALTHY = "No fault was found: the head fits this target."
@@ -27,11 +27,13 @@ def as_text(diagnosis: Diagnosis, name: str) -> str:
         name: the draft's, as it was given.
     """
     lines: list[str] = []
-    if diagnosis.replay is not None and diagnosis.measured is not None:
-        lines += [*_replayed(diagnosis.replay, diagnosis.measured, diagnosis.dtype), ""]
-        lines += _context(diagnosis.measured.context)
-        lines += [diagnosis.measured.skipped, ""] if diagnosis.measured.skipped else []
-        lines += _formats(diagnosis.measured)
+    measured = diagnosis.measured
+    if diagnosis.replay is not None and measured is not None:
+        lines += [*_replayed(diagnosis.replay, measured, diagnosis.dtype), ""]
+        lines += _context(measured.context)
+        if measured.skipped:
+            lines += [measured.skipped, ""]
+        lines += _formats(measured)
     if diagnosis.server is not None:
         lines += [*_server(diagnosis.server), ""]
     lines += _verdict(diagnosis, name)
@@ -39,25 +41,33 @@ def as_text(diagnosis: Diagnosis, name: str) -> str:
 
 
 def _replayed(replay: Replay, measured: Measured, dtype: str) -> Iterator[str]:
-    stats, fit = replay.stats, measured.fit
+    """Lines of the replies decoded with the draft."""
+    stats = replay.stats
+    fit = measured.fit
     yield (
         f"replayed   {stats.num_verifies} verifies of a chain {replay.shape} in {dtype}: "
         f"{stats.accept_length:.2f} tokens per verify"
     )
-    head = ["accepted at depth", *map(str, range(1, len(fit.reach) + 1))]
-    engine = [*stats.acceptance_per_position, *[0.0] * len(fit.reach)][: len(fit.reach)]
+
+    # Acceptance by depth. The engine counts no depth that it never reached.
+    num_depths = len(fit.reach)
+    by_engine = [*stats.acceptance_per_position, *[0.0] * num_depths][:num_depths]
+    head = ["accepted at depth", *(str(depth + 1) for depth in range(num_depths))]
     rows = [
-        ["by the engine, of its verifies", *(f"{share:.2f}" for share in engine)],
-        ["at every token of the replies", *map(_share, fit.reach)],
+        ["by the engine, of its verifies", *(f"{share:.2f}" for share in by_engine)],
+        ["at every token of the replies", *(_share(each) for each in fit.reach)],
     ]
     yield from Table(head, rows).text().splitlines()
+
+    # Vocabulary and confidence.
     yield (
         f"vocabulary {fit.coverage.mean:.1%} of the replies' tokens can be proposed; "
-        f"{fit.within.mean:.2f} of first drafts are accepted there"
+        f"{fit.accepted_if_covered.mean:.2f} of first drafts are accepted there"
     )
     yield (
-        f"certainty  first drafts have {_share(fit.confidence)} under the head, {_share(fit.trust)} under "
-        f"the target: {fit.excess.mean:+.3f}; entropy {fit.entropy:.1f} of {fit.most_entropy:.1f} nats"
+        f"certainty  first drafts have {_share(fit.confidence)} under the head, "
+        f"{_share(fit.target_confidence)} under the target: {fit.excess.mean:+.3f}; "
+        f"entropy {fit.entropy:.1f} of {fit.max_entropy:.1f} nats"
     )
 
 
@@ -65,58 +75,65 @@ def _share(estimate: Estimate) -> str:
     return f"{estimate.mean:.2f} ± {estimate.margin:.2f}"
 
 
-def _context(context: ContextReading | None) -> Iterator[str]:
+def _context(context: ContextResult | None) -> Iterator[str]:
+    """Lines of the acceptance by position."""
     if context is None:
         return
     yield f"first drafts accepted by position, in texts of up to {context.length} tokens"
-    head = ["positions", *(f"{part.first}-{part.last}" for part in context.parts)]
+    head = ["positions", *(f"{each.first}-{each.last}" for each in context.ranges)]
     rows = [
-        ["as it is", *(_share(part.served) for part in context.parts)],
-        ["context cut to each chat", *(_share(part.near) for part in context.parts)],
+        ["as it is", *(_share(each.served) for each in context.ranges)],
+        ["context cut to each chat", *(_share(each.near) for each in context.ranges)],
     ]
-    yield from [*Table(head, rows).text().splitlines(), ""]
+    yield from Table(head, rows).text().splitlines()
+    yield ""
 
 
 def _formats(measured: Measured) -> Iterator[str]:
+    """Lines of the acceptance after prompts in other formats."""
     if not measured.formats:
         return
     yield "first drafts accepted behind prompts in other formats"
-    rows = [_format_row(each, number == 0) for number, each in enumerate(measured.formats)]
-    table = Table(["format", "accepted", "more than behind its own"], rows)
-    yield from [*table.text().splitlines(), ""]
-
-
-def _format_row(reading: FormatReading, is_own: bool) -> list[str]:
-    more = "" if is_own else f"{reading.gain.mean:+.3f} ± {reading.gain.margin:.3f}"
-    return [reading.name, _share(reading.accepted), more]
+    rows = []
+    for number, each in enumerate(measured.formats):
+        # The first format is the target's own, which the others are compared with.
+        gain = "" if number == 0 else f"{each.gain.mean:+.3f} ± {each.gain.margin:.3f}"
+        rows.append([each.name, _share(each.accepted), gain])
+    yield from Table(["format", "accepted", "more than behind its own"], rows).text().splitlines()
+    yield ""
 
 
 def _server(compared: Comparison) -> Iterator[str]:
-    seen, ours = compared.seen, compared.ours
+    """Lines of a server beside our engine."""
+    seen = compared.seen
+    ours = compared.ours
     reach = [] if ours is None else ours.stats.acceptance_per_position
-    depth = max(len(seen.reach), len(reach), 1)
+    num_depths = max(len(seen.reach), len(reach), 1)
     yield f"the same prompts at {seen.engine}"
-    head = ["", "tokens per verify", *(f"depth {i + 1}" for i in range(depth))]
-    rows = [[seen.engine, _length(compared), *_padded(seen.reach, depth)]]
+    head = ["", "tokens per verify", *(f"depth {depth + 1}" for depth in range(num_depths))]
+    rows = [[seen.engine, _length(seen), *_padded(seen.reach, num_depths)]]
     if ours is not None:
         length = f"{ours.stats.accept_length:.2f}"
-        rows.append([f"our engine, {ours.shape}", length, *_padded(reach, depth)])
+        rows.append([f"our engine, {ours.shape}", length, *_padded(reach, num_depths)])
     yield from Table(head, rows).text().splitlines()
     yield compared.verdict
 
 
-def _length(compared: Comparison) -> str:
-    seen = compared.seen
+def _length(seen: ServerResult) -> str:
+    """The server's tokens per verify."""
     if seen.accept_length is None:
         return "-"
-    return f"{seen.accept_length:.2f}" + (" (its last interval)" if seen.is_gauge else "")
+    length = f"{seen.accept_length:.2f}"
+    return f"{length} (its last interval)" if seen.is_gauge else length
 
 
-def _padded(shares: Any, depth: int) -> list[str]:
-    return [f"{share:.2f}" for share in shares] + ["-"] * (depth - len(shares))
+def _padded(shares: Sequence[float], num_depths: int) -> list[str]:
+    missing = ["-"] * (num_depths - len(shares))
+    return [f"{share:.2f}" for share in shares] + missing
 
 
 def _verdict(diagnosis: Diagnosis, name: str) -> Iterator[str]:
+    """Lines of the causes."""
     if diagnosis.is_healthy:
         replay = diagnosis.replay
         is_modest = replay is not None and replay.stats.accept_length < MODEST_LENGTH
@@ -160,28 +177,23 @@ def as_record(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _measured_record(measured: Measured) -> dict[str, Any]:
-    fit, context = measured.fit, measured.context
-    figures = {
-        key: value._asdict() if isinstance(value, Estimate) else value
-        for key, value in vars(fit).items()
-        if key != "reach"
-    }
+    fit = measured.fit
+    context = measured.context
     return {
         "acceptance": [each._asdict() for each in fit.reach],
         "steps": STEPS,
-        "fit": figures,
-        "trials": [
-            {
-                "subject": trial.hypothesis.subject,
-                "reading": trial.hypothesis.words,
-                "confirmed": trial.is_confirmed,
-                "served": trial.served._asdict(),
-                "undone": trial.undone._asdict(),
-                "gain": trial.gain._asdict(),
-            }
-            for trial in measured.trials
-        ],
-        "context": None if context is None else [_part_record(part) for part in context.parts],
+        "fit": {
+            "coverage": fit.coverage._asdict(),
+            "within": fit.accepted_if_covered._asdict(),
+            "confidence": fit.confidence._asdict(),
+            "trust": fit.target_confidence._asdict(),
+            "excess": fit.excess._asdict(),
+            "entropy": fit.entropy,
+            "most_entropy": fit.max_entropy,
+            "is_finite": fit.is_finite,
+        },
+        "trials": [_trial_record(trial) for trial in measured.trials],
+        "context": None if context is None else [_range_record(each) for each in context.ranges],
         "skipped": measured.skipped,
         "formats": [
             {"name": each.name, "accepted": each.accepted._asdict(), "gain": each.gain._asdict()}
@@ -190,17 +202,35 @@ def _measured_record(measured: Measured) -> dict[str, Any]:
     }
 
 
-def _part_record(part: Any) -> dict[str, Any]:
+def _trial_record(trial: Trial) -> dict[str, Any]:
     return {
-        "first": part.first,
-        "last": part.last,
-        "served": part.served._asdict(),
-        "near": part.near._asdict(),
+        "subject": trial.hypothesis.subject,
+        "reading": trial.hypothesis.words,
+        "confirmed": trial.is_confirmed,
+        "served": trial.served._asdict(),
+        "undone": trial.undone._asdict(),
+        "gain": trial.gain._asdict(),
+    }
+
+
+def _range_record(positions: PositionRange) -> dict[str, Any]:
+    return {
+        "first": positions.first,
+        "last": positions.last,
+        "served": positions.served._asdict(),
+        "near": positions.near._asdict(),
     }
 
 
 def _server_record(compared: Comparison) -> dict[str, Any]:
-    seen, ours = compared.seen, compared.ours
+    seen = compared.seen
+    ours = None
+    if compared.ours is not None:
+        ours = {
+            "shape": str(compared.ours.shape),
+            "accept_length": compared.ours.stats.accept_length,
+            "acceptance_per_position": compared.ours.stats.acceptance_per_position,
+        }
     return {
         "engine": seen.engine,
         "accept_length": seen.accept_length,
@@ -208,12 +238,6 @@ def _server_record(compared: Comparison) -> dict[str, Any]:
         "acceptance_per_position": list(seen.reach),
         "num_verifies": seen.num_verifies,
         "other_traffic": seen.other_traffic,
-        "ours": None
-        if ours is None
-        else {
-            "shape": str(ours.shape),
-            "accept_length": ours.stats.accept_length,
-            "acceptance_per_position": ours.stats.acceptance_per_position,
-        },
+        "ours": ours,
         "verdict": compared.verdict,
     }

@@ -16,7 +16,7 @@ LOGIT_ROWS = 128
 """Rows whose logits over the target's vocabulary exist at the same time."""
 
 
-class Text(NamedTuple):
+class PromptReply(NamedTuple):
     """Token ids of a prompt and of the greedy reply to it."""
 
     prompt: Sequence[int]
@@ -24,27 +24,28 @@ class Text(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Texts one behind the other.
+    """Prompts and replies, packed one after the other.
 
-    A *root* is a token of a reply with another one behind it: a cycle of decoding may begin there, and its
-    draft is compared with the tokens behind the root.
+    A *root* is a token of a reply that is not its last one: a cycle of decoding may begin
+    there, and its drafts are compared with the tokens after the root.
 
     Attributes:
-        ids, doc_start: int64 ``[T]``, tokens, and the first token of each token's text.
-        roots: int64 ``[R]``, ascending.
-        ends: int64 ``[R]``, behind the last token of the root's reply.
-        texts: int64 ``[R]``, number of the root's text.
+        ids: int64 ``[T]``, tokens.
+        doc_start: int64 ``[T]``, row of the first token of each token's document.
+        roots: int64 ``[R]``, rows of the roots, ascending.
+        ends: int64 ``[R]``, row after the last token of the root's reply.
+        text_index: int64 ``[R]``, index of the prompt and reply that the root belongs to.
     """
 
     ids: torch.Tensor
     doc_start: torch.Tensor
     roots: torch.Tensor
     ends: torch.Tensor
-    texts: torch.Tensor
+    text_index: torch.Tensor
 
     @property
     def positions(self) -> torch.Tensor:
-        """Positions of the tokens in their texts, int64 ``[T]``."""
+        """Positions of the tokens in their documents, int64 ``[T]``."""
         return torch.arange(len(self.ids), device=self.ids.device) - self.doc_start
 
     def to(self, device: torch.device) -> "Row":
@@ -52,75 +53,101 @@ class Row(NamedTuple):
         return Row(*(part.to(device) for part in self))
 
 
-def pack(texts: Sequence[Text], length: int = 0) -> Row:
-    """Pack texts.
+def pack(texts: Sequence[PromptReply], length: int = 0) -> Row:
+    """Pack prompts and replies into one row, on the CPU.
 
     Args:
-        length: texts are joined to longer ones of at most so many tokens, each read behind those before it.
+        length: most tokens of a document. As many consecutive texts as fit are one document, in
+            which each attends to those before it. A text that is longer, as all are by default, is
+            a document by itself.
     """
     ids: list[int] = []
-    starts: list[int] = []
+    doc_start: list[int] = []
     roots: list[int] = []
     ends: list[int] = []
-    numbers: list[int] = []
-    for number, (prompt, reply) in enumerate(texts):
-        first, end = len(ids), len(ids) + len(prompt) + len(reply)
-        joins = number > 0 and end - starts[-1] <= length
-        mine = range(first + max(len(prompt), 1), end - 1)
+    text_index: list[int] = []
+    document = 0
+    for index, (prompt, reply) in enumerate(texts):
+        start = len(ids)
+        end = start + len(prompt) + len(reply)
+        if index == 0 or end - document > length:
+            document = start
         ids += [*prompt, *reply]
-        starts += [starts[-1] if joins else first] * (end - first)
-        roots += mine
-        ends += [end] * len(mine)
-        numbers += [number] * len(mine)
-    return Row(*(torch.tensor(part, dtype=torch.int64) for part in (ids, starts, roots, ends, numbers)))
+        doc_start += [document] * (end - start)
+
+        # The first token of a row has no hidden state before it, so it is no root even in a reply.
+        text_roots = range(start + max(len(prompt), 1), end - 1)
+        roots += text_roots
+        ends += [end] * len(text_roots)
+        text_index += [index] * len(text_roots)
+    return Row(
+        ids=torch.tensor(ids, dtype=torch.int64),
+        doc_start=torch.tensor(doc_start, dtype=torch.int64),
+        roots=torch.tensor(roots, dtype=torch.int64),
+        ends=torch.tensor(ends, dtype=torch.int64),
+        text_index=torch.tensor(text_index, dtype=torch.int64),
+    )
 
 
-class States(NamedTuple):
+class TargetStates(NamedTuple):
     """What the target computes over a row.
 
     Attributes:
-        inputs: ``[T, H]`` of each layer that was asked for, by its number: its input; the L-th is the output
-            of the last layer before the final norm.
-        hidden: ``[T, H]``, final-normed.
-        greedy: int64 ``[R]``, the most likely token behind each root.
-        log_total: fp32 ``[R]``, log-sum-exp of the logits behind each root.
+        inputs: ``[T, H]``, the input of each captured layer, by its index. Index L is the output of
+            the last layer, before the final norm.
+        hidden: ``[T, H]``, after the final norm.
+        greedy: int64 ``[R]``, the most likely token after each root.
+        logsumexp: fp32 ``[R]``, log-sum-exp of the logits after each root.
     """
 
     inputs: Mapping[int, torch.Tensor]
     hidden: torch.Tensor
     greedy: torch.Tensor
-    log_total: torch.Tensor
+    logsumexp: torch.Tensor
 
 
 @torch.inference_mode()
-def compute_states(target: Target, row: Row, layers: Sequence[int]) -> States:
-    """Run the target over a row, every text by itself."""
+def compute_states(target: Target, row: Row, layers: Sequence[int]) -> TargetStates:
+    """Run the target over a row, every document by itself, and capture the inputs of ``layers``."""
     capture = tuple(sorted(set(layers)))
     out = target(row.ids, row.positions, target.packed(document_spans(row.doc_start)), capture)
     size = target.config.hidden_size
-    inputs = {layer: out.aux[:, i * size : (i + 1) * size] for i, layer in enumerate(capture)}
-    best, totals = [], []
-    for rows in out.hidden[row.roots].split(LOGIT_ROWS):
-        logits = target.logits(rows).float()
-        best.append(logits.argmax(-1))
-        totals.append(logits.logsumexp(-1))
-    return States(inputs, out.hidden, torch.cat(best), torch.cat(totals))
+    inputs = {layer: out.aux_hidden_states[:, i * size : (i + 1) * size] for i, layer in enumerate(capture)}
+
+    # Logits of all roots at once would need too much memory.
+    greedy = []
+    logsumexp = []
+    for hidden in out.hidden[row.roots].split(LOGIT_ROWS):
+        logits = target.logits(hidden).float()
+        greedy.append(logits.argmax(-1))
+        logsumexp.append(logits.logsumexp(-1))
+    return TargetStates(inputs, out.hidden, torch.cat(greedy), torch.cat(logsumexp))
 
 
 @torch.inference_mode()
 def log_probs(
-    target: Target, row: Row, states: States, tokens: torch.Tensor, among: torch.Tensor | None = None
+    target: Target,
+    row: Row,
+    states: TargetStates,
+    tokens: torch.Tensor,
+    vocabulary: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log-probability under the target of ``tokens`` int64 ``[R]``, one behind each root, fp32 ``[R]``.
+    """Log-probabilities under the target, fp32 ``[R]``.
 
     Args:
-        among: int64 ``[Vd]``, the only tokens there are; all when None.
+        tokens: int64 ``[R]``, one token after each root.
+        vocabulary: int64 ``[Vd]``, tokens among which probabilities sum to one; None for all
+            tokens.
     """
-    hidden, weight = states.hidden[row.roots], target.head_weight
+    hidden = states.hidden[row.roots]
+    weight = target.head_weight
     logits = target.logit_form(torch.einsum("rh,rh->r", hidden.float(), weight[tokens].float()))
-    if among is None:
-        return logits - states.log_total
-    chosen = weight[among]
-    parts = (linear(rows, chosen).float() for rows in hidden.split(LOGIT_ROWS))
-    totals = [target.logit_form(part).logsumexp(-1) for part in parts]
-    return logits - torch.cat(totals)
+    if vocabulary is None:
+        return logits - states.logsumexp
+
+    weight = weight[vocabulary]
+    logsumexp = []
+    for rows in hidden.split(LOGIT_ROWS):
+        chunk = target.logit_form(linear(rows, weight).float())
+        logsumexp.append(chunk.logsumexp(-1))
+    return logits - torch.cat(logsumexp)

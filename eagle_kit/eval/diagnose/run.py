@@ -16,11 +16,11 @@ from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 from eagle_kit.drafts.files.findings import Finding
 from eagle_kit.drafts.files.validate import validate_draft
 from eagle_kit.eval.diagnose.causes import Cause, Measured, causes_in_files, name_causes
-from eagle_kit.eval.diagnose.chain import Reading, Source, read_chain
+from eagle_kit.eval.diagnose.chain import ChainResult, Source, draft_chains
 from eagle_kit.eval.diagnose.compare import Comparison, compare_server, gap
-from eagle_kit.eval.diagnose.context import FAR, FEWEST, ContextReading, read_context
+from eagle_kit.eval.diagnose.context import FAR, FEWEST, measure_context
 from eagle_kit.eval.diagnose.fit import measure_fit
-from eagle_kit.eval.diagnose.formats import FormatReading, read_formats
+from eagle_kit.eval.diagnose.formats import FormatResult, measure_formats
 from eagle_kit.eval.diagnose.hypotheses import DTYPE, ROPE, Hypothesis, hypotheses, layers_needed, mask_tokens
 from eagle_kit.eval.diagnose.models import Models, load_models
 from eagle_kit.eval.diagnose.replay import (
@@ -32,9 +32,17 @@ from eagle_kit.eval.diagnose.replay import (
     decode_drafted,
     decode_replies,
 )
-from eagle_kit.eval.diagnose.row import Text, compute_states, pack
-from eagle_kit.eval.diagnose.server import Server, ServerReading
-from eagle_kit.eval.diagnose.trials import LIKELY, STEPS, Trial, compare, decoded, read, try_all
+from eagle_kit.eval.diagnose.row import compute_states, pack
+from eagle_kit.eval.diagnose.server import ServerClient, ServerResult
+from eagle_kit.eval.diagnose.trials import (
+    LIKELY,
+    STEPS,
+    Trial,
+    compare,
+    run_hypothesis,
+    run_trials,
+    simulate_decoding,
+)
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.report.stages import Stages
@@ -42,7 +50,7 @@ from eagle_kit.report.stages import Stages
 FAULTS = "undoing faults"
 SERVER = "the server"
 FAULTS_COST = 2.0
-"""Time of undoing faults beside that of decoding the replies plainly."""
+"""Time of undoing faults, in times that of decoding the replies plainly."""
 ENGINE_MARGIN = 0.02
 """Share by which the engine's tokens per verify may differ from the head's own chain, for ties of two
 logits."""
@@ -50,14 +58,15 @@ logits."""
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found, and by what.
+    """Causes of low acceptance, and the measurements that they follow from.
 
     Attributes:
         causes: the likeliest first; empty for a head that fits.
         findings: of the check of the files.
         dtype: of the weights in use; empty where none were loaded.
-        measured, replay: None where the files alone decide.
-        server: what a running server did with the same prompts.
+        measured: everything that speaks for or against a cause; None where the files alone decide.
+        replay: the replies of our engine with the draft; None where the files alone decide.
+        server: a running server on the same prompts.
         failure: what ended the comparison with the server; everything else was measured.
     """
 
@@ -80,30 +89,34 @@ def diagnose(
     target: str | Path,
     config: DiagnoseConfig,
     *,
-    server: Server | None = None,
+    server: ServerClient | None = None,
     is_quiet: bool = False,
 ) -> Diagnosis:
     """Find out why few tokens of a draft head are accepted.
 
     Args:
         draft: see :meth:`~eagle_kit.drafts.files.draft.DraftFolder.open`.
-        server: is asked the same prompts, and whether it is there before anything is loaded.
-        is_quiet: without progress bars.
+        server: gets the same prompts. It is tried before anything is loaded.
+        is_quiet: draw no progress bars.
 
     Raises:
         UserError: a model that cannot be found, a draft that is no head, too short replies, a server that
             does not answer, or one beside a target without a chat template.
     """
+    # The files. An error in them ends the diagnosis.
     check_sizes(config)
-    place = resolve_target(target)
-    opened = DraftFolder.open(draft, read_target_config(place))
+    folder = resolve_target(target)
+    opened = DraftFolder.open(draft, read_target_config(folder))
     _ = opened.head_kind  # a whole model is refused
-    findings = tuple(validate_draft(opened, place, config.engine.chat_template))
-    if errors := causes_in_files(findings):
+    findings = tuple(validate_draft(opened, folder, config.engine.chat_template))
+    errors = causes_in_files(findings)
+    if errors:
         return Diagnosis(tuple(errors), findings)
+
+    # The models.
     if server is not None:
         server.probe()
-    models = load_models(opened, place, config.engine)
+    models = load_models(opened, folder, config.engine)
     return diagnose_models(models, findings, config, server=server, is_quiet=is_quiet)
 
 
@@ -112,10 +125,10 @@ def diagnose_models(
     findings: Sequence[Finding],
     config: DiagnoseConfig,
     *,
-    server: Server | None = None,
+    server: ServerClient | None = None,
     is_quiet: bool = False,
 ) -> Diagnosis:
-    """See :func:`diagnose`, with models that are loaded and files that were checked."""
+    """Diagnose models that are loaded, and whose files were checked; see :func:`diagnose`."""
     if server is not None and not has_chat_template(models.llm.tokenizer):
         raise UserError(
             "The target has no chat template, and a server is asked with chats.",
@@ -125,8 +138,11 @@ def diagnose_models(
     # Announce the stages.
     dtype = str(models.dtype).removeprefix("torch.")
     shape = _chain(models)
-    costs: dict[str, float] = {PLAIN: config.limit, f"{DRAFTED} {shape}": config.limit}
-    costs[FAULTS] = FAULTS_COST * config.limit
+    costs: dict[str, float] = {
+        PLAIN: config.limit,
+        f"{DRAFTED} {shape}": config.limit,
+        FAULTS: FAULTS_COST * config.limit,
+    }
     if server is not None:
         costs[SERVER] = config.limit
     stages = Stages(costs, sample=config.engine.max_batch_size, shows_bar=not is_quiet)
@@ -137,7 +153,7 @@ def diagnose_models(
             return Diagnosis((_nan_in_target(dtype),), tuple(findings), dtype)
         basis = make_basis(models, replies)
         replay = decode_drafted(models.llm, replies, config, shape, stages)
-        replay = replace(replay, predicted=decoded(basis.reading, basis.source.row))
+        replay = replace(replay, predicted=simulate_decoding(basis.served, basis.source.row))
 
         # Try the hypotheses.
         measured = measure(models, replies, basis, findings, config, stages)
@@ -150,13 +166,13 @@ def diagnose_models(
             if server is not None:
                 stages.start(SERVER, len(replies.messages), "reply")
                 seen = server.replay(replies.messages, config.max_tokens, stages.step)
-                compared = _compare(models, replies, config, seen, basis, replay, stages)
+                compared = _compare_with_server(models, replies, config, seen, basis, replay, stages)
         except (UserError, KeyboardInterrupt) as error:
             failure = error
         if compared is not None and compared.cause is not None:
             causes.append(compared.cause)
 
-        # Causes that were found come first, the costliest before others.
+        # Causes that were found come before possible ones, and the costliest first.
         causes.sort(key=lambda cause: (not cause.is_found, -cause.cost))
         found = Diagnosis(tuple(causes), tuple(findings), dtype, measured, replay)
         return replace(found, server=compared, failure=failure)
@@ -173,22 +189,27 @@ def _nan_in_target(dtype: str) -> Cause:
 
 
 class Basis(NamedTuple):
-    """What every measurement starts from: the hypotheses, the replies with the target's states, and the
-    head's chain over them as it is served."""
+    """What every measurement starts from.
 
-    tried: list[Hypothesis]
+    Attributes:
+        hypotheses: all that can be tried.
+        source: the replies with the target's states.
+        served: the head's chains over them, as it is served.
+    """
+
+    hypotheses: list[Hypothesis]
     source: Source
-    reading: Reading
+    served: ChainResult
 
 
 def make_basis(models: Models, replies: Replies) -> Basis:
-    """Run the target over the replies once, with every layer captured that a hypothesis asks for."""
+    """Run the target over the replies once, with every layer captured that a hypothesis needs."""
     masks = mask_tokens(models.llm.tokenizer, models.target.config.vocab_size)
     tried = hypotheses(models.head, models.target.config, models.embedding, masks)
     row = pack(replies.texts).to(models.target.embed_tokens.weight.device)
     layers = layers_needed(tried, models.head, models.target.config)
     source = Source(models.target, row, compute_states(models.target, row, sorted(layers)))
-    return Basis(tried, source, read_chain(models.head, source, STEPS))
+    return Basis(tried, source, draft_chains(models.head, source, STEPS))
 
 
 def _chain(models: Models, steps: int = STEPS) -> SpecShape:
@@ -205,25 +226,32 @@ def measure(
     config: DiagnoseConfig,
     stages: Stages,
 ) -> Measured:
-    """Take the figures, try the hypotheses, and read long text and other formats."""
-    tried, source, reading = basis
-    stages.start(FAULTS, len(tried) + 3, "trial")
-    trials = try_all(models.head, source, tried, stages.step)
+    """Take the figures, try the hypotheses, and measure long texts and other formats."""
+    # Every hypothesis, and fp32.
+    stages.start(FAULTS, len(basis.hypotheses) + 3, "trial")
+    trials = run_trials(models.head, basis.source, basis.hypotheses, stages.step)
     trials += _in_float32(models, basis)
     stages.step()
+
+    # Long texts.
     length = min(config.context, models.target.config.max_position_embeddings)
-    context, skipped = _context(models, replies.texts, tried, length), ""
+    context = None
+    skipped = ""
+    if length:
+        ropes = [each for each in basis.hypotheses if each.subject == ROPE]
+        context = measure_context(models.head, models.target, replies.texts, length, ropes)
     if length and context is None:
         skipped = (
             f"Acceptance by position was left out: texts of {length} tokens have fewer than {FEWEST} tokens "
             f"of replies behind {max(FAR, length // 2)}; give a larger --context."
         )
     stages.step()
+
+    # Other chat formats.
     formats = _formats(models, replies, findings)
     stages.step()
-    fit = measure_fit(models.head, source, reading)
     return Measured(
-        fit,
+        measure_fit(models.head, basis.source, basis.served),
         trials,
         findings,
         context,
@@ -236,39 +264,32 @@ def measure(
 
 
 def _is_other_template(models: Models) -> bool:
-    trained, here = models.head.config.template_hash, template_hash(models.llm.tokenizer)
-    return bool(trained) and trained != here
+    """True if the draft names the template of its training, and it is not the target's."""
+    trained = models.head.config.template_hash
+    return bool(trained) and trained != template_hash(models.llm.tokenizer)
 
 
 def _in_float32(models: Models, basis: Basis) -> list[Trial]:
     """The same replies with target and head in fp32."""
-    if (again := models.in_float32()) is None:
+    exact_models = models.in_float32()
+    if exact_models is None:
         return []
-    target, head = again
+    target, head = exact_models
     row = basis.source.row
     source = Source(target, row, compute_states(target, row, head.capture))
-    exact = read_chain(head, source, STEPS)
+    exact = draft_chains(head, source, STEPS)
     words = "target and head in float32"
     remedy = "Serve in the dtype of the draft's training, or keep target and head in bfloat16 or float32."
-    trial = compare(Hypothesis(DTYPE, words, remedy), basis.reading, exact, row.texts)
+    trial = compare(Hypothesis(DTYPE, words, remedy), basis.served, exact, row.text_index)
     return [replace(trial, fit=measure_fit(head, source, exact))]
 
 
-def _context(
-    models: Models, texts: Sequence[Text], tried: Sequence[Hypothesis], length: int
-) -> ContextReading | None:
-    if not length:
-        return None
-    ropes = [each for each in tried if each.subject == ROPE]
-    return read_context(models.head, models.target, texts, length, ropes)
-
-
-def _formats(models: Models, replies: Replies, findings: Sequence[Finding]) -> list[FormatReading]:
+def _formats(models: Models, replies: Replies, findings: Sequence[Finding]) -> list[FormatResult]:
     """Other chat formats, unless the target's template is known to be that of training."""
     is_known = any(each.subject == "chat template" and each.level == "ok" for each in findings)
     if is_known or not has_chat_template(models.llm.tokenizer):
         return []
-    return read_formats(models.head, models.target, models.llm.renderer, replies)
+    return measure_formats(models.head, models.target, models.llm.renderer, replies)
 
 
 def _engine_fault(models: Models, replay: Replay) -> list[Cause]:
@@ -281,45 +302,56 @@ def _engine_fault(models: Models, replay: Replay) -> list[Cause]:
     if replay.num_different:
         evidence = f"{replay.num_different} greedy replies with speculation are not those of plain decoding."
         return [Cause("our engine", evidence, remedy, cost=1.0)]
-    ours, head = replay.stats.accept_length, replay.predicted.accept_length
-    if abs(ours - head) > ENGINE_MARGIN * head:
-        evidence = f"The engine emits {ours:.3f} tokens per verify, and the head's own chain {head:.3f}."
+    engine = replay.stats.accept_length
+    head = replay.predicted.accept_length
+    if abs(engine - head) > ENGINE_MARGIN * head:
+        evidence = f"The engine emits {engine:.3f} tokens per verify, and the head's own chain {head:.3f}."
         return [Cause("our engine", evidence, remedy, cost=1.0)]
     return []
 
 
-def _compare(
+def _compare_with_server(
     models: Models,
     replies: Replies,
     config: DiagnoseConfig,
-    seen: ServerReading,
+    seen: ServerResult,
     basis: Basis,
     replay: Replay,
     stages: Stages,
 ) -> Comparison:
-    """Our engine in the server's shape, where one is given or said, beside the server."""
-    given, shape, ours = config.engine.shape, seen.shape, None
-    if given is not None:
-        shape = given.at(1)
+    """Our engine in the server's shape, where one is given or the server names it, beside the
+    server."""
+    # The server's shape.
+    shape = seen.shape
+    if config.engine.shape is not None:
+        shape = config.engine.shape.at(1)
     elif shape is not None and shape.topk == 1:
         shape = _chain(models, shape.steps)
-    if shape is not None:
-        is_done = shape == replay.shape
-        ours = replay if is_done else decode_drafted(models.llm, replies, config, shape, stages)
-    if shape is None or shape.topk > 1:  # readings are tried with chains
+    if shape is None:
+        return compare_server(seen, None, replies.outputs)
+
+    # Our engine in this shape.
+    ours = replay
+    if shape != replay.shape:
+        ours = decode_drafted(models.llm, replies, config, shape, stages)
+    if shape.topk > 1:  # hypotheses are tried with chains only
         return compare_server(seen, ours, replies.outputs)
     likeness = partial(likely_misreading, models, basis, seen, shape)
     return compare_server(seen, ours, replies.outputs, likeness)
 
 
-def likely_misreading(models: Models, basis: Basis, seen: ServerReading, shape: SpecShape) -> str:
-    """The other reading of the head that accepts most nearly what the server does; empty where none does, but
-    for chance."""
+def likely_misreading(models: Models, basis: Basis, seen: ServerResult, shape: SpecShape) -> str:
+    """The hypothesis under which the head accepts what the server does, but for chance, as words
+    with its tokens per verify; the nearest of several, and empty where there is none."""
     assert seen.accept_length is not None
-    found = []
-    for hypothesis in basis.tried:
-        stats = decoded(read(models.head, basis.source, hypothesis, shape.steps), basis.source.row)
+    candidates = []
+    for hypothesis in basis.hypotheses:
+        result = run_hypothesis(models.head, basis.source, hypothesis, shape.steps)
+        stats = simulate_decoding(result, basis.source.row)
         if not gap(seen, stats, LIKELY):
-            length = stats.accept_length
-            found.append((abs(length - seen.accept_length), f"{hypothesis.words} ({length:.2f})"))
-    return min(found)[1] if found else ""
+            distance = abs(stats.accept_length - seen.accept_length)
+            candidates.append((distance, f"{hypothesis.words} ({stats.accept_length:.2f})"))
+    if not candidates:
+        return ""
+    _, nearest = min(candidates)
+    return nearest

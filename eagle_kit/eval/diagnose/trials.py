@@ -1,20 +1,21 @@
-"""Trials of hypotheses: chosen on one half of the replies and judged on the other, both ways.
+"""Trials of hypotheses: chosen on one half of the replies and measured on the other, both ways.
 
-Whatever is best of dozens on one half is a little better there by chance; the other half has not seen the
-choice. What both halves choose is judged on all replies. Differences are paired, root by root, and their
-errors are those of texts.
+The best of dozens of hypotheses on one half is a little better there by chance; the other half had
+no part in the choice. A hypothesis that both halves choose is measured on all replies. Differences
+are taken root by root, and their errors are those of texts.
 
 Legend: R roots, Vd draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.engine.load_draft import copy_head
-from eagle_kit.eval.diagnose.chain import Reading, Source, View, read_chain
+from eagle_kit.eval.diagnose.chain import ChainResult, InputVariant, Source, draft_chains
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.fit import LOW_SHARE, Fit, measure_fit
 from eagle_kit.eval.diagnose.hypotheses import MAP, Hypothesis
@@ -22,20 +23,30 @@ from eagle_kit.eval.diagnose.row import Row
 from eagle_kit.models.draft_head import DraftHead
 
 STEPS = 4
-"""Depth of the chains that are judged."""
+"""Steps of the chains that are compared."""
 FINALISTS = 2
-"""Readings of a subject that are judged on the second half."""
+"""Hypotheses of a subject that one half chooses and the other half measures."""
 SURE = 4.0
 """Standard errors of a difference that is taken for real: chance gives as much once in 30,000 trials, and
 with a dozen texts, whose errors are themselves uncertain, once in 1,000."""
 LIKELY = 2.0
-LEAST_LIKELIER = 0.05
-"""Log-probability that the right reading gives more, in nats per token. A head was trained to give the most
-with its own inputs, so this tells readings apart that cost no token yet: neighbouring layers, for one."""
-TAUGHT = 0.15
-"""Probability of its first drafts that a head gives them once it has learned anything."""
+"""Standard errors of a difference that supports another one."""
+LEAST_LOG_PROB_GAIN = 0.05
+"""Log-probability that the right inputs add to the target's tokens, in nats per token. A head was
+trained to give the most with its own inputs, so this finds faults that cost no token yet:
+neighbouring layers, for one."""
+LEARNED_CONFIDENCE = 0.15
+"""Mean probability that a head gives its first drafts once it has learned anything."""
 LEARNED_SHARE = 0.15
-"""First drafts that a learned map must restore: frequent tokens alone make a twentieth."""
+"""Share of first drafts that a map made from replies must restore: frequent tokens alone make a
+twentieth."""
+
+
+class Change(NamedTuple):
+    """A figure of the head as it is served, and with the fault undone."""
+
+    served: float
+    undone: float
 
 
 @dataclass(frozen=True)
@@ -43,171 +54,218 @@ class Trial:
     """A hypothesis on replies that did not choose it.
 
     Attributes:
-        served, undone: share of first drafts that are accepted, as the head is and with the hypothesis.
+        served: share of first drafts accepted, of the head as it is served.
+        undone: the same with the fault undone.
         gain: drafts of a chain that are accepted more, per root.
-        likelier: log-probability of the target's token that the head gives more, per root.
-        accepted: drafts of a chain that are accepted, per root, as it is and undone.
-        confidence: probability of first drafts under the head, as it is and undone.
-        lengths: tokens per verify of a chain, as it is and undone; None where the replies are not greedy.
-        fit: figures of the head with the hypothesis; None for far positions, and where it is not confirmed.
+        log_prob_gain: log-probability that the head adds to the target's token, per root, in nats.
+        num_accepted: drafts of a chain that are accepted, per root.
+        confidence: mean probability of the first drafts under the head.
+        lengths: tokens per verify of a chain; None where the replies are not the greedy ones.
+        fit: figures of the head with the fault undone; None for far positions, and where it is not
+            confirmed.
     """
 
     hypothesis: Hypothesis
     served: Estimate
     undone: Estimate
     gain: Estimate
-    likelier: Estimate
-    accepted: tuple[float, float]
-    confidence: tuple[float, float]
-    lengths: tuple[float, float] | None = None
+    log_prob_gain: Estimate
+    num_accepted: Change
+    confidence: Change
+    lengths: Change | None = None
     fit: Fit | None = None
 
     @property
     def is_confirmed(self) -> bool:
-        """True where acceptance rises, or, of a head that works, the target's tokens become likelier and none
-        is lost; and where it is not chance."""
-        return self._rises or self._fits_better
+        """True where more drafts are accepted; also where the target's tokens become likelier, the
+        head works as it is served, and no draft is lost. Neither may be chance."""
+        return self._raises_acceptance or self._fits_better
 
     @property
-    def _rises(self) -> bool:
+    def _raises_acceptance(self) -> bool:
         fault = self.hypothesis
-        is_worth = self.accepted[1] >= fault.least_ratio * self.accepted[0]
-        scores = sorted((self.gain.score, self.likelier.score))
-        is_sure = scores[0] >= SURE if fault.leaks else scores[1] >= SURE and self.gain.score >= LIKELY
-        return is_worth and is_sure and self.undone.mean >= fault.least_share
+        if self.num_accepted.undone < fault.least_ratio * self.num_accepted.served:
+            return False
+        if self.undone.mean < fault.least_share:
+            return False
+        if fault.leaks:
+            return self.gain.score >= SURE and self.log_prob_gain.score >= SURE
+        return max(self.gain.score, self.log_prob_gain.score) >= SURE and self.gain.score >= LIKELY
 
     @property
     def _fits_better(self) -> bool:
-        is_likelier = self.likelier.mean >= LEAST_LIKELIER and self.likelier.score >= SURE
+        if self.hypothesis.leaks:
+            return False
+        is_likelier = self.log_prob_gain.mean >= LEAST_LOG_PROB_GAIN and self.log_prob_gain.score >= SURE
         works = self.served.mean >= LOW_SHARE and self.gain.score > -LIKELY
-        as_sure = self.confidence[1] >= self.confidence[0]  # or a head that is too sure would gain by doubt
-        return is_likelier and works and as_sure and not self.hypothesis.leaks
+        # A head that is too sure would gain log-probability by being less sure alone.
+        is_as_sure = self.confidence.undone >= self.confidence.served
+        return is_likelier and works and is_as_sure
 
     @property
     def score(self) -> float:
-        """What orders trials: log-probability and drafts gained."""
-        return self.likelier.mean + self.gain.mean
+        """Order of trials: log-probability and drafts gained."""
+        return self.log_prob_gain.mean + self.gain.mean
 
 
-def try_all(
+def run_trials(
     head: DraftHead,
     source: Source,
-    tried: Sequence[Hypothesis],
-    on_probe: Callable[[], None] = lambda: None,
+    hypotheses: Sequence[Hypothesis],
+    on_trial: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Try hypotheses -> those of every subject that looked best, the best first.
+    """Try hypotheses; returns the trials of the best few of every subject, the best first.
 
     Args:
-        on_probe: called after every hypothesis.
+        on_trial: called after every hypothesis.
     """
-    texts = source.row.texts
-    served = {depth: read_chain(head, source, depth) for depth in {each.depth for each in tried}}
+    text_index = source.row.text_index
+
+    # Mean score of every hypothesis over the even texts, and over the odd ones.
+    depths = {each.depth for each in hypotheses}
+    served = {depth: draft_chains(head, source, depth) for depth in depths}
     scores: tuple[list[float], list[float]] = ([], [])
-    for hypothesis in tried:
-        depth = hypothesis.depth
-        better = _better(served[depth], read(head, source, hypothesis, depth))
+    for hypothesis in hypotheses:
+        undone = run_hypothesis(head, source, hypothesis, hypothesis.depth)
+        score = _scores(served[hypothesis.depth], undone)
         for half in (0, 1):
-            scores[half].append(float(better[texts % 2 == half].mean()))
-        on_probe()
-    chosen = [_finalists(tried, mine) for mine in scores]
-    as_it_is, trials = read_chain(head, source, STEPS), []
-    for number in sorted(chosen[0] | chosen[1]):
-        seen = [half for half in (0, 1) if number in chosen[half]]
-        judged_on = texts if len(seen) == 2 else texts.where(texts % 2 != seen[0], -1)
-        trials.append(judge(head, source, as_it_is, tried[number], judged_on))
-    if not any(
-        trial.is_confirmed for trial in trials
-    ):  # a learned map mends other faults of simple texts too
-        judged_on = texts.where(texts % 2 == 1, -1)
-        learned = _learned_map(head, source, as_it_is)
-        trials += [judge(head, source, as_it_is, each, judged_on) for each in learned]
+            scores[half].append(float(score[text_index % 2 == half].mean()))
+        on_trial()
+
+    # What one half chose is measured on the other, and what both chose on all texts.
+    chosen = [_finalists(hypotheses, half_scores) for half_scores in scores]
+    served_chain = draft_chains(head, source, STEPS)
+    trials = []
+    for index in sorted(chosen[0] | chosen[1]):
+        measured_on = text_index
+        if index not in chosen[1]:
+            measured_on = text_index.where(text_index % 2 == 1, -1)
+        elif index not in chosen[0]:
+            measured_on = text_index.where(text_index % 2 == 0, -1)
+        trials.append(run_trial(head, source, served_chain, hypotheses[index], measured_on))
+
+    # A learned map also mends other faults of simple texts, so it is tried where nothing else helps.
+    if not any(trial.is_confirmed for trial in trials):
+        measured_on = text_index.where(text_index % 2 == 1, -1)
+        for hypothesis in _learned_map(head, source, served_chain):
+            trials.append(run_trial(head, source, served_chain, hypothesis, measured_on))
     return sorted(trials, key=lambda trial: -trial.score)
 
 
-def read(head: DraftHead, source: Source, hypothesis: Hypothesis, steps: int = 1) -> Reading:
-    """Read a head as a hypothesis has it; the head stays as it was."""
+def run_hypothesis(head: DraftHead, source: Source, hypothesis: Hypothesis, steps: int = 1) -> ChainResult:
+    """Draft chains with the fault undone; ``head`` itself is not changed."""
     if hypothesis.change is not None:
         head = copy_head(head).bind(source.target.lm_head)
         hypothesis.change(head)
-    return read_chain(head, source, steps, hypothesis.view)
+    return draft_chains(head, source, steps, hypothesis.inputs)
 
 
-def judge(
-    head: DraftHead, source: Source, served: Reading, hypothesis: Hypothesis, texts: torch.Tensor
+def run_trial(
+    head: DraftHead,
+    source: Source,
+    served: ChainResult,
+    hypothesis: Hypothesis,
+    text_index: torch.Tensor,
 ) -> Trial:
-    """Compare a hypothesis with the head as it is, on ``texts`` as :func:`compare`."""
-    undone, row = read(head, source, hypothesis, STEPS), source.row
-    lengths = decoded(served, row).accept_length, decoded(undone, row).accept_length
-    trial = replace(compare(hypothesis, served, undone, texts), lengths=lengths)
-    fit = measure_fit(head, source, undone, hypothesis.view.token_map) if trial.is_confirmed else None
-    return replace(trial, fit=fit)
+    """Compare a hypothesis with the head as it is served.
+
+    Args:
+        served: chains of ``STEPS`` steps of the head as it is served.
+        text_index: texts to compare on, as for :func:`compare`.
+    """
+    undone = run_hypothesis(head, source, hypothesis, STEPS)
+    lengths = Change(
+        simulate_decoding(served, source.row).accept_length,
+        simulate_decoding(undone, source.row).accept_length,
+    )
+    trial = replace(compare(hypothesis, served, undone, text_index), lengths=lengths)
+    if not trial.is_confirmed:
+        return trial
+    return replace(trial, fit=measure_fit(head, source, undone, hypothesis.inputs.token_map))
 
 
-def compare(hypothesis: Hypothesis, served: Reading, undone: Reading, texts: torch.Tensor) -> Trial:
-    """Compare two readings of the same roots, of ``texts`` int64 ``[R]``; roots of text -1 are left out."""
-    keep = texts >= 0
-    texts = texts[keep]
+def compare(
+    hypothesis: Hypothesis, served: ChainResult, undone: ChainResult, text_index: torch.Tensor
+) -> Trial:
+    """Compare two results for the same roots.
 
-    def share(reading: Reading) -> Estimate:
-        return estimate((reading.accepted[keep] > 0).float(), texts)
+    Args:
+        text_index: int64 ``[R]``, text of each root; roots of text -1 are left out.
+    """
+    is_used = text_index >= 0
+    text_index = text_index[is_used]
 
-    def means(field: str) -> tuple[float, float]:
-        one, other = (float(getattr(reading, field)[keep].float().mean()) for reading in (served, undone))
-        return one, other
+    def share_accepted(result: ChainResult) -> Estimate:
+        return estimate((result.num_accepted[is_used] > 0).float(), text_index)
 
+    def mean(values: torch.Tensor) -> float:
+        return float(values[is_used].float().mean())
+
+    accepted_more = undone.num_accepted - served.num_accepted
+    log_prob_more = undone.first.label_log_prob - served.first.label_log_prob
     return Trial(
         hypothesis,
-        share(served),
-        share(undone),
-        gain=estimate((undone.accepted - served.accepted)[keep], texts),
-        likelier=estimate((undone.log_truth - served.log_truth)[keep], texts),
-        accepted=means("accepted"),
-        confidence=means("confidence"),
+        served=share_accepted(served),
+        undone=share_accepted(undone),
+        gain=estimate(accepted_more[is_used], text_index),
+        log_prob_gain=estimate(log_prob_more[is_used], text_index),
+        num_accepted=Change(mean(served.num_accepted), mean(undone.num_accepted)),
+        confidence=Change(mean(served.first.confidence), mean(undone.first.confidence)),
     )
 
 
-def _better(served: Reading, found: Reading) -> torch.Tensor:
-    """What chooses the finalists, ``[R]``: tokens that are likelier, and drafts accepted."""
-    return found.log_truth - served.log_truth + (found.accepted - served.accepted).float()
+def _scores(served: ChainResult, undone: ChainResult) -> torch.Tensor:
+    """Score of a hypothesis at every root, ``[R]``: log-probability and drafts gained."""
+    accepted_more = undone.num_accepted - served.num_accepted
+    return undone.first.label_log_prob - served.first.label_log_prob + accepted_more.float()
 
 
-def _finalists(tried: Sequence[Hypothesis], scores: Sequence[float]) -> set[int]:
-    """Numbers of the best few of every subject, of those that are better than the head as it is."""
-    best: dict[str, list[int]] = {}
-    for number in sorted(range(len(tried)), key=lambda each: -scores[each]):
-        mine = best.setdefault(tried[number].subject, [])
-        if scores[number] > 0 and len(mine) < FINALISTS:
-            mine.append(number)
-    return {number for mine in best.values() for number in mine}
-
-
-def _learned_map(head: DraftHead, source: Source, served: Reading) -> list[Hypothesis]:
-    """What every draft id most often stood for in the even texts: restores acceptance under a map of another
+def _finalists(hypotheses: Sequence[Hypothesis], scores: Sequence[float]) -> set[int]:
+    """Indices of the best few hypotheses of every subject, of those that are better than the served
     head."""
+    best: dict[str, list[int]] = {}
+    for index in sorted(range(len(hypotheses)), key=lambda each: -scores[each]):
+        of_subject = best.setdefault(hypotheses[index].subject, [])
+        if scores[index] > 0 and len(of_subject) < FINALISTS:
+            of_subject.append(index)
+    return {index for of_subject in best.values() for index in of_subject}
+
+
+def _learned_map(head: DraftHead, source: Source, served: ChainResult) -> list[Hypothesis]:
+    """A map from every draft id to the token that it most often stood for in the even texts. It
+    restores acceptance where the stored map is that of another head."""
     token_map = head.token_map
-    if token_map is None or float(served.confidence.mean()) < TAUGHT:
+    if token_map is None or float(served.first.confidence.mean()) < LEARNED_CONFIDENCE:
         return []
-    learned, is_even = token_map.clone(), source.row.texts % 2 == 0
-    for draft_id in served.first[is_even].unique().tolist():
-        mine = is_even & (served.first == draft_id)
-        tokens, counts = source.states.greedy[mine].unique(return_counts=True)
+    learned = token_map.clone()
+    is_even = source.row.text_index % 2 == 0
+    for draft_id in served.first.draft_id[is_even].unique().tolist():
+        is_drafted = is_even & (served.first.draft_id == draft_id)
+        tokens, counts = source.states.greedy[is_drafted].unique(return_counts=True)
         if int(counts.max()) > 1:
             learned[draft_id] = tokens[counts.argmax()]
-    words = "a d2t that is learned from these replies: draft ids mean other tokens throughout"
-    remedy = (
-        "Use the d2t of this very head: draft ids are the rows of its lm_head, and another map was stored."
-    )
-    return [Hypothesis(MAP, words, remedy, View(token_map=learned), least_share=LEARNED_SHARE)]
+    return [
+        Hypothesis(
+            MAP,
+            "a d2t that is learned from these replies: draft ids mean other tokens throughout",
+            "Use the d2t of this very head: draft ids are the rows of its lm_head, and another map was "
+            "stored.",
+            InputVariant(token_map=learned),
+            least_share=LEARNED_SHARE,
+        )
+    ]
 
 
-def decoded(reading: Reading, row: Row) -> SpecStats:
-    """What decoding the replies with this chain would count, cycle by cycle."""
+def simulate_decoding(result: ChainResult, row: Row) -> SpecStats:
+    """Statistics that decoding the replies with these chains would have, cycle by cycle."""
     stats = SpecStats()
-    accepted, texts = reading.accepted.tolist(), row.texts.tolist()
-    at = 0
-    while at < len(texts):
-        end = at + int(row.ends[at] - row.roots[at]) - 1
-        while at < end:
-            stats.observe(min(accepted[at] + 1, end - at), min(accepted[at], end - at))
-            at += min(accepted[at] + 1, end - at)
+    num_accepted = result.num_accepted.tolist()
+    root = 0
+    while root < len(num_accepted):
+        # Roots of one reply follow each other; a cycle begins at the token that the last one emitted.
+        end = root + int(row.ends[root] - row.roots[root]) - 1
+        while root < end:
+            num_emitted = min(num_accepted[root] + 1, end - root)
+            stats.observe(num_emitted, min(num_accepted[root], end - root))
+            root += num_emitted
     return stats

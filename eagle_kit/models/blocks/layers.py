@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from eagle_kit.models.config import DecoderConfig
-from eagle_kit.models.config_parts import yarn_magnitude
+from eagle_kit.models.config import DecoderConfig, yarn_magnitude
 from eagle_kit.ops.backend import is_differentiated
 from eagle_kit.ops.linear import Linear
 from eagle_kit.ops.norm import add_rms_norm, rms_norm
@@ -24,26 +23,40 @@ class Attend(Protocol):
     ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` of layer ``layer``, RoPE applied -> ``[T, Hq, D]``. It may
     store ``k`` and ``v`` and must let every query attend to its own key. Values and outputs of latent
     attention may be narrower than D.
+
+    Two members are optional: ``kv_rows(layer)``, the rows of a store that keys and values are written to as
+    they are computed (:func:`kv_rows_of`), and ``shard_rows``, the rows that this rank attends for
+    (:func:`shard_rows_of`).
     """
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
 
 
-class KVSlots(NamedTuple):
-    """Slots to write a layer's keys and values to: T rows ``rows`` of ``k_rows`` and ``v_rows [Hkv, R,
-    D]``."""
+class KVRows(NamedTuple):
+    """Rows of a store that the keys and values of a forward are written to.
+
+    Attributes:
+        k_rows: keys of a layer ``[Hkv, R, D]``.
+        v_rows: values of a layer ``[Hkv, R, D]``.
+        rows: the T rows of the tokens: of the pool for a prompt, of the scratch for a window.
+    """
 
     k_rows: torch.Tensor
     v_rows: torch.Tensor
     rows: Rows
 
 
-def kv_slots_of(attend: Attend, layer: int) -> KVSlots | None:
-    """Slots to write the keys and values of ``layer`` to as soon as they are computed; ``attend`` is then
-    called with empty ``k`` and ``v``. None when ``attend`` has no method ``kv_slots`` and takes them as
-    arguments."""
-    kv_slots = getattr(attend, "kv_slots", None)
-    return None if kv_slots is None else kv_slots(layer)
+def kv_rows_of(attend: Attend, layer: int) -> KVRows | None:
+    """Rows of the store that the keys and values of ``layer`` are written to as soon as they are computed.
+
+    ``attend`` is then called with empty ``k`` and ``v``. None if ``attend`` has no method ``kv_rows``: it
+    takes keys and values as arguments.
+    """
+    kv_rows = getattr(attend, "kv_rows", None)
+    if kv_rows is None:
+        return None
+    rows: KVRows = kv_rows(layer)
+    return rows
 
 
 class ShardRows(NamedTuple):
@@ -61,7 +74,7 @@ class ShardRows(NamedTuple):
 
 
 def shard_rows_of(attend: Attend) -> ShardRows | None:
-    """Rows that ``attend`` computes; None where it computes all."""
+    """Rows of the forward that ``attend`` computes; None if it computes all."""
     return getattr(attend, "shard_rows", None)
 
 
@@ -74,20 +87,28 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., size]`` -> the same shape and dtype; in training with an fp32 weight that of the weight."""
+        """``[..., size]`` -> the same shape and dtype; in training, the dtype of an fp32 weight."""
         return self._rounded(rms_norm(x, self.weight, self.eps), x)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm of ``x + residual``, and the sum."""
+        """Norm of ``x + residual``, and the sum; all ``[..., size]``."""
         normed, total = add_rms_norm(x, residual, self.weight, self.eps)
         return self._rounded(normed, x), total
 
     def _rounded(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return normed if is_differentiated(self.weight) else normed.to(x.dtype)
+        """Convert to the dtype of ``x``, except in training."""
+        if is_differentiated(self.weight):
+            return normed
+        return normed.to(x.dtype)
 
 
 class Rope(nn.Module):
-    """Rotary positions, for pairs (d, d + D/2) or interleaved pairs (see ``rope_store``)."""
+    """Rotary position embedding, for pairs (d, d + D/2) or interleaved pairs (see ``rope_store``).
+
+    Attributes:
+        inv_freq: fp32 ``[D/2]``, inverse frequencies.
+        magnitude: factor of cosines and sines.
+    """
 
     inv_freq: torch.Tensor
 
@@ -111,11 +132,16 @@ class Rope(nn.Module):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> torch.Tensor:
-    """Inverse frequencies ``[D/2]``, fp32: plain, ``linear`` (position interpolation), ``llama3`` (Llama 3.1)
-    or ``yarn`` (arXiv 2309.00071).
+    """Inverse frequencies fp32 ``[D/2]``: unscaled, ``linear`` (position interpolation), ``llama3`` (Llama
+    3.1) or ``yarn`` (arXiv 2309.00071).
 
-    Llama 3.1 and YaRN divide low frequencies by ``factor``, keep high ones, and interpolate in between: Llama
-    by the wavelength between two thresholds, YaRN by the pair's index between those of two frequencies.
+    Llama 3.1 and YaRN divide low frequencies by ``factor``, keep high ones, and interpolate in between.
+    Llama 3.1 interpolates by the wavelength, YaRN by the index of the pair.
+
+    Args:
+        head_dim: D.
+        theta: base.
+        scaling: parameters of the scaling with their ``rope_type``; None without scaling.
     """
     freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling is None:
@@ -124,44 +150,70 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None
         return freq / scaling["factor"]
     if scaling["rope_type"] == "yarn":
         return _yarn(freq, theta, scaling)
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    context = scaling["original_max_position_embeddings"]
+    return _llama3(freq, scaling)
+
+
+def _llama3(freq: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1's scaling of inverse frequencies ``[D/2]``."""
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     wavelength = 2 * math.pi / freq
-    smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * freq / factor + smooth * freq
+    num_turns = scaling["original_max_position_embeddings"] / wavelength
+    smooth = ((num_turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * freq / scaling["factor"] + smooth * freq
 
 
 def _yarn(freq: torch.Tensor, theta: float, scaling: dict[str, Any]) -> torch.Tensor:
-    """Keep pairs that turn more than ``beta_fast`` times in the original context, and divide the frequency of
-    those that turn less than ``beta_slow`` times."""
-    half, context = len(freq), scaling["original_max_position_embeddings"]
+    """YaRN's scaling of inverse frequencies ``[D/2]``.
 
-    def pair_of(turns: float) -> float:
-        return half * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
+    Pairs that turn more than ``beta_fast`` times in the original context keep their frequency. Pairs that
+    turn less than ``beta_slow`` times have theirs divided by ``factor``.
+    """
+    num_pairs = len(freq)
+    context = scaling["original_max_position_embeddings"]
 
-    low, high = pair_of(scaling.get("beta_fast") or 32), pair_of(scaling.get("beta_slow") or 1)
+    def pair_index(num_turns: float) -> float:
+        """Index of the pair that turns ``num_turns`` times in the original context."""
+        return num_pairs * math.log(context / (num_turns * 2 * math.pi)) / math.log(theta)
+
+    # Bounds of the pairs between which frequencies are interpolated.
+    low = pair_index(scaling.get("beta_fast") or 32)
+    high = pair_index(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * half - 1)
-    slowed = ((torch.arange(half) - low) / (high - low if high > low else 0.001)).clamp(0, 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * num_pairs - 1)
+    width = high - low
+    if width <= 0:
+        width = 0.001
+
+    slowed = ((torch.arange(num_pairs) - low) / width).clamp(0, 1)
     return slowed * freq / scaling["factor"] + (1 - slowed) * freq
 
 
 def rope_magnitude(scaling: dict[str, Any] | None) -> float:
-    """Factor of cosines and sines under YaRN; 1 for other scalings. DeepSeek's configs move it into the scale
-    of the scores: ``mscale`` over ``mscale_all_dim``."""
+    """Factor of cosines and sines under YaRN; 1 for other scalings.
+
+    DeepSeek's configs give the ratio of two magnitudes, ``mscale`` and ``mscale_all_dim``. The latter is
+    part of the scale of the attention scores (``DecoderConfig.attention_scale``).
+    """
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
-    if (given := scaling.get("attention_factor")) is not None:
-        return float(given)
-    factor, both = scaling["factor"], (scaling.get("mscale"), scaling.get("mscale_all_dim"))
-    if both[0] and both[1]:
-        return yarn_magnitude(factor, both[0]) / yarn_magnitude(factor, both[1])
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
+    factor = scaling["factor"]
+    mscale = scaling.get("mscale")
+    mscale_all_dim = scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
     return yarn_magnitude(factor)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """``1 / (1 + exp(-x))``, computed in fp32; on a CPU the bits of torch's depend on an element's place."""
+    """``1 / (1 + exp(-x))``, computed in fp32. The last bits of torch's own on a CPU depend on the position
+    of an element in its tensor."""
     return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
 
 
@@ -170,47 +222,68 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, input_size: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim = size = config.head_dim
+        size = config.head_dim
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = size
         all_heads = self.num_heads + 2 * self.num_kv_heads
         self.qkv_proj = Linear(input_size, all_heads * size, bias=config.attention_bias)
         self.gate_proj: Linear | None = None
         if config.gates_attention:
             self.gate_proj = Linear(input_size, self.num_heads * size, bias=config.attention_bias)
         self.o_proj = Linear(self.num_heads * size, config.hidden_size, bias=config.attention_out_bias)
-        self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(size, config.rms_norm_eps)
+            self.k_norm = RMSNorm(size, config.rms_norm_eps)
 
     def qkv(
-        self, x: torch.Tensor, rotation: Rotation, slots: KVSlots | None = None
+        self, x: torch.Tensor, rotation: Rotation, kv_rows: KVRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``x [T, input]`` -> q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``, q and k rotated; with ``slots``, k
-        and v are written there and returned empty."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        norms: dict[str, Any] = {}
+        """Queries, keys and values of a layer, with RoPE applied.
+
+        Args:
+            x: ``[T, input_size]``.
+            rotation: rotation at the T positions.
+            kv_rows: rows that keys and values are written to; None to return them.
+
+        Returns:
+            q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``; with ``kv_rows``, k and v are empty.
+        """
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        options: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
-            q_weight, k_weight = (
-                norm.weight.to(heads.dtype) if is_differentiated(norm.weight) else norm.weight
-                for norm in (self.q_norm, self.k_norm)
-            )
-            norms = {"q_norm": q_weight, "k_norm": k_weight, "eps": self.q_norm.eps}
-        stores = {} if slots is None else {**slots._asdict(), "returns_kv": False}
-        return rope_store(heads, rotation, num_heads=self.num_heads, **norms, **stores)
+            options["q_norm"] = _norm_weight(self.q_norm, heads.dtype)
+            options["k_norm"] = _norm_weight(self.k_norm, heads.dtype)
+            options["eps"] = self.q_norm.eps
+        if kv_rows is not None:
+            options.update(kv_rows._asdict())
+            options["returns_kv"] = False
+        return rope_store(heads, rotation, num_heads=self.num_heads, **options)
 
     def attended(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
-        """Attention output before ``o_proj``: ``[T, input]`` -> ``[T, Hq, D]``."""
-        return self.gated(attend(layer, *self.qkv(x, rotation, kv_slots_of(attend, layer))), x)
+        """Output of attention before ``o_proj``: ``[T, input_size]`` -> ``[T, Hq, D]``."""
+        q, k, v = self.qkv(x, rotation, kv_rows_of(attend, layer))
+        return self.gated(attend(layer, q, k, v), x)
 
     def gated(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``attended [T, Hq, D]`` times the sigmoid of a projection of ``x [T, input]``, where there is
-        one."""
+        """Multiply ``attended [T, Hq, D]`` by the sigmoid of a projection of ``x [T, input_size]``;
+        returned as it is in a layer without a gate."""
         if self.gate_proj is None:
             return attended
         return attended * sigmoid(self.gate_proj(x)).view_as(attended)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
-        """``[T, input]`` -> ``[T, output]``."""
+        """``[T, input_size]`` -> ``[T, H]``."""
         return self.o_proj(self.attended(x, rotation, layer, attend).flatten(1))
+
+
+def _norm_weight(norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
+    """Weight of a norm of queries or keys; in training converted to ``dtype``."""
+    if is_differentiated(norm.weight):
+        return norm.weight.to(dtype)
+    return norm.weight
 
 
 class MLP(nn.Module):
@@ -226,5 +299,5 @@ class MLP(nn.Module):
         return self.down_proj(self.gate_up_proj.swiglu(x))
 
     def down(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Activation and output projection: ``[T, 2 I]`` -> ``[T, H]``."""
+        """Activation and output projection of gate and up, I values each: ``[T, 2 I]`` -> ``[T, H]``."""
         return self.down_proj(swiglu(gate_up))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_kit.models.blocks.layers import MLP, sigmoid
-from eagle_kit.models.config_parts import MoEConfig
+from eagle_kit.models.layer_configs import MoEConfig
 from eagle_kit.ops.experts import PackedExperts, experts, fp8_experts, pack_experts
 from eagle_kit.ops.fp8 import FP8Weight
 from eagle_kit.ops.linear import Linear, MergedLinear, pack_merged, takes_packed
@@ -18,18 +18,22 @@ LEAST_SUM = 1e-20
 
 
 class Gate(Linear):
-    """Top-k router: experts of each token and their weights, in fp32 for weights of any dtype. With expert
-    parallelism experts have their numbers among those of this process, E of them, and E stands for others.
+    """Top-k router: experts of each token and their weights, in fp32 for weights of any dtype.
 
-    ``e_score_correction_bias`` fp32 ``[E]`` takes part in the choice only, so no gradient reaches it.
+    With expert parallelism, experts are numbered among the E local ones of this process, and E stands for all
+    others.
+
+    Attributes:
+        e_score_correction_bias: fp32 ``[E]``, added to the scores for the choice of experts only, so it has
+            no gradient; None where the config has none.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__(hidden_size, config.num_experts, bias=False)
         self.config = config
-        self.e_score_correction_bias = (
-            nn.Parameter(torch.zeros(config.num_experts), requires_grad=False) if config.has_bias else None
-        )
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if config.has_bias:
+            self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         """``[T, H]`` -> experts int64 ``[T, K]`` and their weights fp32 ``[T, K]``."""
@@ -38,11 +42,18 @@ class Gate(Linear):
         return self.choose(F.linear(x.float(), self.weight.float()))
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts and weights, ``[T, K]`` each, from logits fp32 ``[T, E]``.
+        """Choose the experts of each token.
 
-        A group's score is that of its best expert, or with a bias the sum of its best two; experts outside
-        the best groups are not chosen.
+        The score of a group is that of its best expert, or with a bias the sum of its best two. Experts
+        outside the best groups are not chosen.
+
+        Args:
+            logits: fp32 ``[T, E]``.
+
+        Returns:
+            Experts int64 ``[T, K]`` and their weights fp32 ``[T, K]``.
         """
+        # Scores of experts.
         config = self.config
         if config.scoring == "sigmoid":
             # On a CPU the last elements of a tensor are computed by other instructions than the rest: in fp32
@@ -50,23 +61,37 @@ class Gate(Linear):
             scores = logits.double().sigmoid().float()
         else:
             scores = logits.softmax(-1)
+
+        # Scores for the choice: with the bias, and -inf outside the best groups.
         ranked = scores
         if self.e_score_correction_bias is not None:
             ranked = scores + self.e_score_correction_bias.float()
-        if config.num_kept_groups < config.num_groups:
-            groups = ranked.unflatten(-1, (config.num_groups, -1))
-            best = groups.topk(min(2 if config.has_bias else 1, groups.shape[-1]), -1).values.sum(-1)
-            kept = torch.zeros_like(best, dtype=torch.bool)
-            kept = kept.scatter(1, best.topk(config.num_kept_groups, -1).indices, True)
-            ranked = groups.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
+        if config.num_topk_groups < config.num_groups:
+            groups = ranked.unflatten(-1, (config.num_groups, -1))  # [T, groups, E / groups]
+            num_best = 1
+            if config.has_bias:
+                num_best = min(2, groups.shape[-1])
+            group_scores = groups.topk(num_best, -1).values.sum(-1)
+            best_groups = group_scores.topk(config.num_topk_groups, -1).indices
+            is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, best_groups, True)
+            ranked = groups.masked_fill(~is_best[:, :, None], float("-inf")).flatten(1)
+
+        # The best experts, weighted by their scores.
         ids = ranked.topk(config.num_experts_per_token, -1).indices
         weights = scores.gather(1, ids)
         if config.normalises:
             weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
-        if (own := config.own_experts) is not None:
-            local = ids - own.start
-            ids = torch.where((local >= 0) & (local < len(own)), local, len(own))
-        return ids, weights if config.scale == 1.0 else weights * config.scale
+        if config.scale != 1.0:
+            weights = weights * config.scale
+
+        # Numbers among the local experts.
+        local_experts = config.local_experts
+        if local_experts is not None:
+            num_local = len(local_experts)
+            local_ids = ids - local_experts.start
+            is_local = (local_ids >= 0) & (local_ids < num_local)
+            ids = torch.where(is_local, local_ids, num_local)
+        return ids, weights
 
 
 class Experts(nn.Module):
@@ -76,10 +101,11 @@ class Experts(nn.Module):
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
-        e, inner = config.num_own_experts, config.intermediate_size
-        self.are_all = config.own_experts is None
-        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * inner, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(e, hidden_size, inner))
+        num_experts = config.num_local_experts
+        size = config.intermediate_size
+        self.are_all = config.local_experts is None
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, size))
 
     def pack(self) -> None:
         """See :meth:`Linear.pack`."""
@@ -87,41 +113,40 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``[T, H]``, with experts and weights ``[T, K]`` -> ``[T, H]``."""
-        weight = self.gate_up_proj, self.down_proj, self._packed
-        return experts(x, ids, weights, *weight, are_all=self.are_all)
+        return experts(x, ids, weights, self.gate_up_proj, self.down_proj, self._packed, are_all=self.are_all)
 
 
 class FP8Experts(nn.Module):
-    """Routed experts that hold :class:`~eagle_kit.ops.fp8.FP8Weight`, in place of :class:`Experts`; not
-    trained.
+    """Routed experts with fp8 weights, in place of :class:`Experts`; not trained.
 
     Attributes:
-        gate_up_proj, down_proj: e4m3, shaped as those of :class:`Experts`.
-        gate_up_scales, down_scales: fp32, see ``FP8Weight``.
+        gate_up_proj: e4m3, shaped as that of :class:`Experts`.
+        gate_up_scales: fp32, see :class:`~eagle_kit.ops.fp8.FP8Weight`.
+        down_proj: e4m3, shaped as that of :class:`Experts`.
+        down_scales: fp32.
+        blocks: rows and columns of ``gate_up_proj`` that share a scale, and those of ``down_proj``.
     """
 
     def __init__(self, gate_up: FP8Weight, down: FP8Weight) -> None:
         super().__init__()
-        self.gate_up_proj, self.gate_up_scales = _frozen(gate_up)
-        self.down_proj, self.down_scales = _frozen(down)
-        self.blocks = gate_up.block, down.block
+        self.gate_up_proj = nn.Parameter(gate_up.values, requires_grad=False)
+        self.gate_up_scales = nn.Parameter(gate_up.scales, requires_grad=False)
+        self.down_proj = nn.Parameter(down.values, requires_grad=False)
+        self.down_scales = nn.Parameter(down.scales, requires_grad=False)
+        self.blocks = (gate_up.block, down.block)
 
     @property
     def quantized(self) -> tuple[FP8Weight, FP8Weight]:
-        """The weights, ``[E, 2 I, H]`` and ``[E, H, I]``."""
-        gate_up, down = self.blocks
-        return (
-            FP8Weight(self.gate_up_proj, self.gate_up_scales, gate_up),
-            FP8Weight(self.down_proj, self.down_scales, down),
-        )
+        """Weights ``[E, 2 I, H]`` and ``[E, H, I]``."""
+        gate_up_block, down_block = self.blocks
+        gate_up = FP8Weight(self.gate_up_proj, self.gate_up_scales, gate_up_block)
+        down = FP8Weight(self.down_proj, self.down_scales, down_block)
+        return gate_up, down
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See :meth:`Experts.forward`."""
-        return fp8_experts(x, ids, weights, *self.quantized)
-
-
-def _frozen(weight: FP8Weight) -> tuple[nn.Parameter, nn.Parameter]:
-    return nn.Parameter(weight.values, requires_grad=False), nn.Parameter(weight.scales, requires_grad=False)
+        gate_up, down = self.quantized
+        return fp8_experts(x, ids, weights, gate_up, down)
 
 
 class MoE(nn.Module):
@@ -133,9 +158,12 @@ class MoE(nn.Module):
         super().__init__()
         self.gate = Gate(hidden_size, config)
         self.experts = Experts(hidden_size, config)
-        shared = config.shared_intermediate_size
-        self.shared_experts = MLP(hidden_size, shared, bias=bias) if shared else None
-        self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.gates_shared else None
+        self.shared_experts: MLP | None = None
+        self.shared_expert_gate: Linear | None = None
+        if config.shared_intermediate_size:
+            self.shared_experts = MLP(hidden_size, config.shared_intermediate_size, bias=bias)
+        if config.gates_shared:
+            self.shared_expert_gate = Linear(hidden_size, 1, bias=False)
 
     def pack(self) -> None:
         """See :meth:`Linear.pack`; the gate and the first layer of the shared experts are one matmul."""
@@ -144,13 +172,22 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` -> ``[T, H]``."""
-        shared = self.shared_experts
-        if shared is None:
-            return self.experts(x, *self.gate(x))
+        # Routed experts alone.
+        if self.shared_experts is None:
+            ids, weights = self.gate(x)
+            return self.experts(x, ids, weights)
+
+        # The gate and the shared experts in one matmul.
         if self._packed is not None and takes_packed(x, self._packed.weight):
             logits, gate_up = self._packed.outputs(x)
-            return self.experts(x, *self.gate.choose(logits)) + self._gated(shared.down(gate_up), x)
-        return self.experts(x, *self.gate(x)) + self._gated(shared(x), x)
+            ids, weights = self.gate.choose(logits)
+            return self.experts(x, ids, weights) + self._gated(self.shared_experts.down(gate_up), x)
+
+        ids, weights = self.gate(x)
+        return self.experts(x, ids, weights) + self._gated(self.shared_experts(x), x)
 
     def _gated(self, shared: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return shared if self.shared_expert_gate is None else shared * sigmoid(self.shared_expert_gate(x))
+        """Multiply the output ``[T, H]`` of the shared experts by their gate, if they have one."""
+        if self.shared_expert_gate is None:
+            return shared
+        return shared * sigmoid(self.shared_expert_gate(x))

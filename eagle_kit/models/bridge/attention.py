@@ -1,8 +1,8 @@
 """Attention function that models of transformers call in place of their own.
 
-It is registered once, under a name that ``attn_implementation`` takes. What it does is decided by the forward
-that is under way: computing attention by an :class:`~eagle_kit.models.blocks.layers.Attend`, or learning how
-each layer wants to attend. No mask is registered under the name, so models make none.
+It is registered once, under a name that ``attn_implementation`` takes. The forward that is running decides
+what it does: compute attention by an :class:`~eagle_kit.models.blocks.layers.Attend`, or record the
+attention that each layer asks for. No mask function is registered under the name, so models make no masks.
 
 Legend: T packed tokens, Hq / Hkv heads, D head size, E size of a value.
 """
@@ -20,20 +20,25 @@ from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.blocks.recurrence import recur_of
 from eagle_kit.ops.recurrence import Inputs
 
-NAME = "eagle_kit"
-TUNING = "_query_scale"
-"""Name of a module's function from positions to factors of its queries."""
+ATTENTION_NAME = "eagle_kit"
+"""Value of ``attn_implementation``."""
+QUERY_SCALE = "_query_scale"
+"""Attribute of a module with a function from positions to factors of its queries."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a layer hands to its attention function.
+class AttentionCall:
+    """Arguments with which a layer calls its attention function.
 
     Attributes:
-        module: the layer's attention.
-        q, k, v: ``[T, Hq, D]``, ``[T, Hkv, D]``, ``[T, Hkv, E]``.
-        scale: of the scores.
-        window, soft_cap, sinks: as the layer's keyword arguments say; None where they do not.
+        module: attention module of the layer.
+        q: ``[T, Hq, D]``.
+        k: ``[T, Hkv, D]``.
+        v: ``[T, Hkv, E]``.
+        scale: factor of the scores.
+        window: sliding window; None if the layer does not pass one.
+        soft_cap: soft cap of the scores; None without one.
+        sinks: attention sinks; None without them.
     """
 
     module: torch.nn.Module
@@ -46,11 +51,11 @@ class Call:
     sinks: torch.Tensor | None
 
 
-class Handler(Protocol):
-    """What a forward does with the calls of its layers, which come in order."""
+class LayerHandler(Protocol):
+    """Attention and recurrence of the layers of a forward, which call it in their order."""
 
-    def __call__(self, call: Call) -> torch.Tensor:
-        """Attend -> ``[T, Hq, E]``."""
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        """Compute attention ``[T, Hq, E]``."""
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`~eagle_kit.models.blocks.recurrence.Recur`."""
@@ -60,21 +65,26 @@ class Handler(Protocol):
 
 
 @dataclass
-class Forward:
-    """A forward under way: the ``handler`` of its layers, None where the model computes them itself, and the
-    states ``[T, H]`` that are ``captured`` by layer."""
+class BridgedForward:
+    """A running forward.
 
-    handler: Handler | None
+    Attributes:
+        handler: attention and recurrence of the layers; None if the model computes them itself.
+        capture: layers whose inputs are captured.
+        captured: captured hidden states ``[T, H]`` by layer, filled while the forward runs.
+    """
+
+    handler: LayerHandler | None
     capture: tuple[int, ...] = ()
     captured: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-_current: ContextVar[Forward | None] = ContextVar("bridged_forward", default=None)
+_current: ContextVar[BridgedForward | None] = ContextVar("bridged_forward", default=None)
 
 
 @contextmanager
-def running(forward: Forward) -> Iterator[Forward]:
-    """Have attention functions called within serve ``forward``."""
+def running(forward: BridgedForward) -> Iterator[BridgedForward]:
+    """Make ``forward`` the running forward of all bridged models."""
     token = _current.set(forward)
     try:
         yield forward
@@ -82,49 +92,68 @@ def running(forward: Forward) -> Iterator[Forward]:
         _current.reset(token)
 
 
-def current() -> Forward | None:
-    """Return the forward under way."""
+def current_forward() -> BridgedForward | None:
+    """The running forward; None outside of one."""
     return _current.get()
 
 
-class Attended:
-    """Handler that computes by ``attend`` at ``positions [T]``. Queries, keys and values narrower than
-    ``head_dim``, the widest of any layer's, are padded with zeros, and the results cut, both exactly."""
+class AttendHandler:
+    """Handler that computes by an :class:`~eagle_kit.models.blocks.layers.Attend`.
+
+    Queries, keys and values that are narrower than ``head_dim`` are padded with zeros, and the outputs are
+    cut. Neither changes a result.
+
+    Args:
+        attend: attention, with recurrence for models with recurrent layers.
+        head_dim: largest head size of the layers, which the store has.
+        positions: int64 ``[T]``.
+    """
 
     def __init__(self, attend: Attend, head_dim: int, positions: torch.Tensor) -> None:
-        self._attend, self._head_dim, self._positions = attend, head_dim, positions
-        self._layer = self._convolution = self._recurrence = 0
+        self._attend = attend
+        self._head_dim = head_dim
+        self._positions = positions
 
-    def __call__(self, call: Call) -> torch.Tensor:
-        """See :class:`Handler`."""
-        layer, size = self._layer, call.v.shape[-1]
-        self._layer += 1
+        # Numbers of the next attention layer, convolution and recurrence.
+        self._layer = 0
+        self._convolution = 0
+        self._recurrence = 0
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        """See :class:`LayerHandler`."""
         q = call.q
-        if (tuning := getattr(call.module, TUNING, None)) is not None:
-            q = q * tuning(self._positions).to(q.dtype)[:, None, None]
-        parts = [self._wide(part) for part in (q, call.k, call.v)]
-        return self._attend(layer, *parts)[..., :size]
+        query_scale = getattr(call.module, QUERY_SCALE, None)
+        if query_scale is not None:
+            q = q * query_scale(self._positions).to(q.dtype)[:, None, None]
+        out = self._attend(self._layer, self._padded(q), self._padded(call.k), self._padded(call.v))
+        self._layer += 1
+        return out[..., : call.v.shape[-1]]
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`Handler`."""
+        """See :class:`LayerHandler`."""
+        number = self._convolution
         self._convolution += 1
-        return recur_of(self._attend).convolve(self._convolution - 1, x, weight, bias)
+        return recur_of(self._attend).convolve(number, x, weight, bias)
 
     def recur(self, inputs: Inputs, *, delta: bool) -> torch.Tensor:
-        """See :class:`Handler`."""
+        """See :class:`LayerHandler`."""
+        number = self._recurrence
         self._recurrence += 1
-        return recur_of(self._attend).recur(self._recurrence - 1, inputs, delta=delta)
+        return recur_of(self._attend).recur(number, inputs, delta=delta)
 
-    def _wide(self, x: torch.Tensor) -> torch.Tensor:
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Pad the heads of ``x [T, heads, size]`` with zeros to the largest head size."""
         missing = self._head_dim - x.shape[-1]
-        return pad(x, (0, missing)) if missing else x
+        if missing == 0:
+            return x
+        return pad(x, (0, missing))
 
 
 def register() -> None:
-    """Make the attention function known to transformers."""
+    """Register the attention function in transformers."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 def _attention(
@@ -140,10 +169,29 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of ``query``, ``key`` and ``value [1, heads, T, D]`` -> ``[1, T, Hq, E]``."""
-    forward = _current.get()
+    """Attention function with the signature that transformers asks for.
+
+    Args:
+        query: ``[1, Hq, T, D]``.
+        key: ``[1, Hkv, T, D]``.
+        value: ``[1, Hkv, T, E]``.
+
+    Returns:
+        ``[1, T, Hq, E]``, and None for the weights of attention.
+    """
+    forward = current_forward()
     assert forward is not None and forward.handler is not None, "a bridged model runs through its target"
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    call = Call(module, q, k, v, scale, sliding_window, softcap, s_aux)
+    scale = query.shape[-1] ** -0.5
+    if scaling is not None:
+        scale = float(scaling)
+    call = AttentionCall(
+        module=module,
+        q=query[0].transpose(0, 1),
+        k=key[0].transpose(0, 1),
+        v=value[0].transpose(0, 1),
+        scale=scale,
+        window=sliding_window,
+        soft_cap=softcap,
+        sinks=s_aux,
+    )
     return forward.handler(call)[None], None

@@ -1,4 +1,4 @@
-"""Families whose published tensors are not laid out as our parameters."""
+"""Conversion of published tensors to the layout of our parameters, for families whose layout differs."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
@@ -14,13 +14,17 @@ _Value = TypeVar("_Value")
 
 
 class Arrangement(NamedTuple):
-    """How published tensors of a family become those that our parameters are stacked from. With the config of
-    a rank of tensor parallelism they are that rank's part.
+    """Conversion of the published tensors of a family. Its functions take the config of the target, or that
+    of a rank of tensor parallelism with the rank's part of the tensors.
 
     Attributes:
-        rename: our name of a published one without ``model.``; None for what is no part of the target.
-        changes: whether a tensor of our name has another layout or another scale.
-        parts: the tensors that such a one, in fp32, is made into; as it is where its shape is unexpected.
+        rename: function from a published name without ``model.`` to our name; None for tensors that are not
+            part of the target.
+        changes: function from our name of a tensor and a config to True if its layout or scale must be
+            changed.
+        parts: function from our name of such a tensor, its values in fp32 and a config to the converted
+            tensors by name. A tensor of an unexpected shape is yielded unchanged, so that it is named in an
+            error later.
     """
 
     rename: Callable[[str], str | None] = lambda name: name
@@ -30,20 +34,28 @@ class Arrangement(NamedTuple):
     )
 
     def renamed(self, published: dict[str, _Value]) -> dict[str, _Value]:
-        """Tensors of the target by our names."""
-        names = ((self.rename(name), value) for name, value in published.items())
-        return {name: value for name, value in names if name is not None}
+        """Values of ``published`` by our names, without tensors that are not part of the target."""
+        renamed: dict[str, _Value] = {}
+        for published_name, value in published.items():
+            name = self.rename(published_name)
+            if name is not None:
+                renamed[name] = value
+        return renamed
 
     def arrange(
         self, published: dict[str, torch.Tensor], config: TargetConfig, layout: FP8Layout | None
     ) -> None:
-        """Replace tensors ``published`` by our names where they are to change.
+        """Convert tensors in place.
 
         Args:
-            layout: see :func:`~eagle_kit.models.loading.published.take`.
+            published: tensors by our names.
+            config: architecture that they belong to.
+            layout: layout of fp8 weights; None where fp8 is not expected.
         """
         for name in list(published):
-            if name in published and self.changes(name, config):
+            if name not in published:
+                continue  # the scales of a weight, which went with it
+            if self.changes(name, config):
                 tensor = take(published, name, torch.float32, layout)
                 published.update(self.parts(name, tensor, config))
 
@@ -54,6 +66,9 @@ AS_PUBLISHED = Arrangement()
 
 
 def arrangement_of(config: TargetConfig) -> Arrangement:
-    """That of the family of ``config``."""
-    found = {**dict.fromkeys(QWEN_HYBRIDS, QWEN_HYBRID), "falcon_h1": FALCON_H1}
-    return found.get(config.model_type, AS_PUBLISHED)
+    """Conversion for the family of ``config``."""
+    if config.model_type in QWEN_HYBRIDS:
+        return QWEN_HYBRID
+    if config.model_type == "falcon_h1":
+        return FALCON_H1
+    return AS_PUBLISHED

@@ -1,4 +1,4 @@
-"""Scales of published fp8 weights: what a config's ``quantization_config`` says of their names and shapes.
+"""Names and shapes of the scales of published fp8 weights, by a config's ``quantization_config``.
 
 | ``quant_method`` | scales |
 |---|---|
@@ -7,8 +7,8 @@
 | ``compressed-tensors`` in ``float-quantized`` | ``weight_scale``, of a tensor, its outputs or blocks |
 | ``modelopt`` with ``quant_algo`` FP8 | ``weight_scale``, of a tensor or its outputs |
 
-All are multiplied. Scales of activations and of keys and values stand beside them and are not needed, see
-:data:`UNUSED`.
+Weights are multiplied by their scales. Checkpoints also have scales of activations, keys and values, which
+are not used (:data:`UNUSED`).
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,14 @@ UNUSED = (
     "self_attn.k_scale",
     "self_attn.v_scale",
 )
-"""Suffixes of scales that calibration leaves for activations, keys and values: activations are scaled as they
-come, and a pool in fp8 has scales of its own."""
+"""Suffixes of calibrated scales of activations, keys and values. Activations are scaled when they are
+computed, and an fp8 pool has its own scales."""
 STRATEGIES = ("tensor", "channel", "block")
+"""Supported ``strategy`` of the weights of compressed-tensors."""
 FORMATS = ("float-quantized", "naive-quantized")
+"""Supported ``format`` of compressed-tensors."""
 MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+"""Supported ``quant_algo`` of ModelOpt."""
 REMEDY = (
     "Use the model's unquantised checkpoint, or one in fp8 with scales of blocks, of outputs or of tensors."
 )
@@ -41,8 +44,8 @@ class FP8Layout(NamedTuple):
     """Names and shapes of scales.
 
     Attributes:
-        suffix: of a scale's name, behind the name of its weight.
-        block: rows and columns that share a scale; None where an output has one, or the whole tensor.
+        suffix: end of a scale's name, after the name of its weight.
+        block: rows and columns that share a scale; None if each output has a scale, or the whole tensor.
     """
 
     suffix: str
@@ -56,21 +59,29 @@ class FP8Layout(NamedTuple):
         return [(*front, rows, 1), (*front, rows), (*front, 1, 1), (*front, 1), tuple(front)]
 
     def is_stored(self, published: Mapping[str, torch.Tensor], name: str) -> bool:
-        """Return whether a tensor of ``published`` is in e4m3, with scales."""
+        """True if the tensor ``name`` of ``published`` is e4m3 and has scales."""
         return published[name].dtype == E4M3 and name + self.suffix in published
 
     def weight(self, values: torch.Tensor, scales: torch.Tensor) -> FP8Weight:
-        """Weight ``[..., N, K]`` with published ``scales`` of one of :meth:`scale_shapes`; where there are no
-        blocks each output gets a scale."""
+        """Make a weight. Without blocks, each of its outputs gets a scale.
+
+        Args:
+            values: e4m3 ``[..., N, K]``.
+            scales: published scales, of one of :meth:`scale_shapes`.
+        """
         if self.block is not None:
             return FP8Weight(values, scales.float(), self.block)
         *front, rows, columns = values.shape
-        by_output = scales.float().reshape(*front, -1, 1).expand(*front, rows, 1)
-        return FP8Weight(values, by_output.contiguous(), (1, columns))
+        output_scales = scales.float().reshape(*front, -1, 1).expand(*front, rows, 1)
+        return FP8Weight(values, output_scales.contiguous(), (1, columns))
 
 
 def read_fp8_layout(config: Mapping[str, Any], where: str) -> FP8Layout | None:
-    """Layout of the fp8 weights of a checkpoint, by its ``config.json``; None for unquantised weights.
+    """Read the layout of the fp8 weights of a checkpoint; None for unquantised weights.
+
+    Args:
+        config: content of its ``config.json``.
+        where: folder of the checkpoint, for messages.
 
     Raises:
         UserError: another quantisation.
@@ -78,49 +89,72 @@ def read_fp8_layout(config: Mapping[str, Any], where: str) -> FP8Layout | None:
     given = config.get("quantization_config")
     if not given:
         return None
-    method = given.get("quant_method") if isinstance(given, dict) else given
-    found: FP8Layout | str = f"({shown(method)})"
-    if isinstance(given, dict):
-        if method == "fp8":
-            found = _of_blocks("_scale_inv", given.get("weight_block_size"))
-        elif method == "fbgemm_fp8":
-            found = FP8Layout("_scale")
-        elif method == "modelopt":
-            algorithm = given.get("quant_algo")
-            found = FP8Layout("_scale") if algorithm in MODELOPT else f"(modelopt, {shown(algorithm)})"
-        elif method == "compressed-tensors":
-            found = _compressed(given)
-    if isinstance(found, FP8Layout):
-        return found
-    raise UserError(f"The weights in {where} are quantised {found}, which cannot be run here.", REMEDY)
+    try:
+        return _read_layout(given)
+    except _UnsupportedError as error:
+        raise UserError(
+            f"The weights in {where} are quantised {error}, which cannot be run here.", REMEDY
+        ) from None
 
 
-def _of_blocks(suffix: str, block: Any) -> FP8Layout | str:
-    if block is None:
+class _UnsupportedError(Exception):
+    """A quantisation that is not supported, in words that follow "are quantised"."""
+
+
+def _read_layout(given: Any) -> FP8Layout:
+    """Layout of a ``quantization_config``, by its method."""
+    if not isinstance(given, dict):
+        raise _UnsupportedError(f"({shown(given)})")
+    method = given.get("quant_method")
+    if method == "fp8":
+        block = given.get("weight_block_size")
+        if block is None:
+            return FP8Layout("_scale")
+        return _block_layout("_scale_inv", block)
+    if method == "fbgemm_fp8":
         return FP8Layout("_scale")
-    if isinstance(block, list | tuple) and len(block) == 2 and all(type(x) is int and x > 0 for x in block):
-        return FP8Layout(suffix, (block[0], block[1]))
-    return f"in blocks of {shown(block)}"
+    if method == "modelopt":
+        algorithm = given.get("quant_algo")
+        if algorithm not in MODELOPT:
+            raise _UnsupportedError(f"(modelopt, {shown(algorithm)})")
+        return FP8Layout("_scale")
+    if method == "compressed-tensors":
+        return _compressed_layout(given)
+    raise _UnsupportedError(f"({shown(method)})")
 
 
-def _compressed(given: Mapping[str, Any]) -> FP8Layout | str:
-    """Layout of llm-compressor's ``config_groups``, which must agree."""
+def _block_layout(suffix: str, block: Any) -> FP8Layout:
+    """Layout with scales of blocks, a list of rows and columns."""
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in block):
+        raise _UnsupportedError(f"in blocks of {shown(block)}")
+    rows, columns = block
+    return FP8Layout(suffix, (rows, columns))
+
+
+def _compressed_layout(given: Mapping[str, Any]) -> FP8Layout:
+    """Layout of compressed-tensors: that of all ``config_groups``, which must agree."""
     if given.get("format") not in FORMATS:
-        return f"(compressed-tensors, {shown(given.get('format'))})"
+        raise _UnsupportedError(f"(compressed-tensors, {shown(given.get('format'))})")
     groups = given.get("config_groups")
-    weights = [
-        group.get("weights") if isinstance(group, dict) else None
-        for group in (groups.values() if isinstance(groups, dict) else ())
-    ]
-    layouts = set()
-    for each in weights:
-        each = each if isinstance(each, dict) else {}
-        kind = f"{shown(each.get('type'))} of {shown(each.get('num_bits'))} bits"
-        if each.get("type") != "float" or each.get("num_bits") != 8 or each.get("strategy") not in STRATEGIES:
-            return f"(compressed-tensors, {kind}, by {shown(each.get('strategy'))})"
-        is_block = each["strategy"] == "block"
-        found = _of_blocks("_scale", each.get("block_structure") or "none" if is_block else None)
-        if isinstance(found, str):
-            return found
-        layouts.add(found)
-    return layouts.pop() if len(layouts) == 1 else f"(compressed-tensors, in {len(layouts)} ways)"
+    if not isinstance(groups, dict):
+        groups = {}
+    layouts = {_group_layout(group) for group in groups.values()}
+    if len(layouts) != 1:
+        raise _UnsupportedError(f"(compressed-tensors, in {len(layouts)} ways)")
+    return layouts.pop()
+
+
+def _group_layout(group: Any) -> FP8Layout:
+    """Layout of the weights of a group of compressed-tensors."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        weights = {}
+    strategy = weights.get("strategy")
+    is_fp8 = weights.get("type") == "float" and weights.get("num_bits") == 8
+    if not is_fp8 or strategy not in STRATEGIES:
+        kind = f"{shown(weights.get('type'))} of {shown(weights.get('num_bits'))} bits"
+        raise _UnsupportedError(f"(compressed-tensors, {kind}, by {shown(strategy)})")
+    if strategy == "block":
+        return _block_layout("_scale", weights.get("block_structure") or "none")
+    return FP8Layout("_scale")

@@ -32,8 +32,8 @@ class KnownTarget:
 
     Attributes:
         config: keys of its ``config.json``.
-        num_parameters: as published, without next-token-prediction layers; of the text model, where there are
-            others beside it.
+        num_parameters: published number of parameters of the text model, without layers for multi-token
+            prediction.
     """
 
     config: dict[str, Any]
@@ -41,7 +41,8 @@ class KnownTarget:
 
     @cached_property
     def architecture(self) -> TargetConfig:
-        """The config as parsed by the loader, once: a bridged one takes a model without weights."""
+        """The config as parsed by the loader. It is kept, because a bridged config is read from a model
+        that is built on the meta device."""
         return parse_target(self.config)
 
 
@@ -61,8 +62,10 @@ KNOWN_TARGETS = _read_table()
 
 def known_target(name: str) -> KnownTarget | None:
     """Entry of a hub id, case-insensitive; None for an unknown one."""
-    wanted = name.lower()
-    return next((entry for id_, entry in KNOWN_TARGETS.items() if id_.lower() == wanted), None)
+    for hub_id, known in KNOWN_TARGETS.items():
+        if hub_id.lower() == name.lower():
+            return known
+    return None
 
 
 def target_architecture(name: str) -> tuple[TargetConfig, str]:
@@ -76,35 +79,51 @@ def target_architecture(name: str) -> tuple[TargetConfig, str]:
         UserError: ``name`` is none of these.
     """
     found, source = _find(name)
-    return read_target_config(found) if isinstance(found, Path) else found.architecture, source
+    if isinstance(found, Path):
+        return read_target_config(found), source
+    return found.architecture, source
 
 
 def target_fp8_layout(name: str) -> FP8Layout | None:
     """Layout of the fp8 weights of a target, found as :func:`target_architecture` does; None for unquantised
     weights."""
     found, source = _find(name)
-    return read_fp8_layout(read_raw_config(found) if isinstance(found, Path) else found.config, source)
+    if isinstance(found, Path):
+        return read_fp8_layout(read_raw_config(found), source)
+    return read_fp8_layout(found.config, source)
 
 
 def _find(name: str) -> tuple[Path | KnownTarget, str]:
-    """Folder with the ``config.json`` of a target, or an entry of the table, and the source in words."""
+    """Find a folder with the ``config.json`` of a target, or an entry of the table.
+
+    Returns:
+        The folder or the entry, and its source in words.
+    """
     from huggingface_hub import try_to_load_from_cache
 
+    # On this machine: a GGUF file or a folder.
     path = expand(name)
     if path.suffix.lower() == GGUF and path.is_file():
         folder = resolve_target(path)
         return folder, f"{folder}/config.json"
     if name and path.is_dir():
         return path, f"{path}/config.json"
+
+    # In the table, by the hub id.
+    hub_id = name
     packaged = PACKAGED_TARGETS.get(name.lower())
-    repository, revision = split_revision(packaged.hub_id if packaged else name)
+    if packaged is not None:
+        hub_id = packaged.hub_id
+    repository, revision = split_revision(hub_id)
     known = known_target(repository)
     if known is not None:
         return known, "its published config.json"
-    is_id = REPOSITORY.fullmatch(repository)
-    cached = try_to_load_from_cache(repository, "config.json", revision=revision) if is_id else None
-    if isinstance(cached, str):
-        return Path(cached).parent, "its config.json in the hub's cache"
+
+    # In the hub's cache.
+    if REPOSITORY.fullmatch(repository):
+        cached = try_to_load_from_cache(repository, "config.json", revision=revision)
+        if isinstance(cached, str):
+            return Path(cached).parent, "its config.json in the hub's cache"
     raise UserError(
         f"The sizes of the target {name!r} are not known without a network, and it is no folder here.",
         "Give a folder that holds its config.json, or one of the targets in configs/.",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.bridge.attention import NAME, register
+from eagle_kit.models.bridge.attention import ATTENTION_NAME, register
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.bridge.load import bridge
 from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, assemble, check_activation, parse_target
@@ -52,7 +52,7 @@ def loaded_target(model: nn.Module) -> Target:
     if isinstance(config, BridgedConfig):
         register()
         shared = _sharing_weights(model)
-        shared.set_attn_implementation(NAME)
+        shared.set_attn_implementation(ATTENTION_NAME)
         return bridge(shared, config)
     check_activation(source, where)
     return assemble(config, None, _published(model), where, model.dtype, model.device)

@@ -17,7 +17,7 @@ from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.load import load_bridged, load_ends
 from eagle_kit.models.config import FAMILIES, TargetConfig, text_config
-from eagle_kit.models.config_parts import read_architecture, read_table
+from eagle_kit.models.config_values import read_architecture, read_table
 from eagle_kit.models.loading.arrangement import arrangement_of
 from eagle_kit.models.loading.fp8_layout import UNUSED, FP8Layout, read_fp8_layout
 from eagle_kit.models.loading.published import (
@@ -33,12 +33,16 @@ from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.models.targets.target import Target
 
-SAMPLE = 4096
-"""Bytes hashed of each tensor in a fingerprint."""
+SAMPLE_BYTES = 4096
+"""Number of bytes of each tensor that a fingerprint is computed from."""
+MAX_NAMED = 8
+"""Largest number of tensors that an error names."""
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *UNUSED)
+"""Suffixes of tensors that are not read."""
 EXACT_SUFFIXES = ("e_score_correction_bias",)
-"""Suffixes of parameters that stay in fp32: rounded, they would choose other experts."""
+"""Suffixes of parameters that stay fp32, because rounded ones would choose other experts."""
 LAYER_NAME = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers)\.\d+\.")
+"""Tensors of decoder layers."""
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
@@ -53,7 +57,9 @@ def read_target_config(folder: Path) -> TargetConfig:
     generation = folder / "generation_config.json"
     if generation.is_file():
         eos = read_object(generation).get("eos_token_id")
-        config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+        if eos is None:
+            eos = config.get("eos_token_id")
+        config["eos_token_id"] = eos
     if read_architecture(config, str(folder)) in FAMILIES:
         read_fp8_layout(config, str(folder))
         check_activation(text_config(config, str(folder)), str(folder))
@@ -61,17 +67,19 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """``config.json``, with the quantisation that ModelOpt writes into a file of its own."""
-    config, beside = read_object(folder / "config.json"), folder / "hf_quant_config.json"
-    if not config.get("quantization_config") and beside.is_file():
-        given = read_object(beside).get("quantization")
-        algorithm = given.get("quant_algo") if isinstance(given, dict) else given
+    """Read ``config.json``, with the quantisation that ModelOpt writes into a file of its own."""
+    config = read_object(folder / "config.json")
+    modelopt = folder / "hf_quant_config.json"
+    if not config.get("quantization_config") and modelopt.is_file():
+        algorithm = read_object(modelopt).get("quantization")
+        if isinstance(algorithm, dict):
+            algorithm = algorithm.get("quant_algo")
         config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": algorithm}
     return config
 
 
 def parse_target(config: dict[str, Any], where: str = "the model's folder") -> TargetConfig:
-    """Parse a Hugging Face config: of an architecture that is written here, or bridged."""
+    """Parse a Hugging Face config, of one of our families or of a bridged model."""
     if read_architecture(config, where) in FAMILIES:
         return TargetConfig.from_dict(config, where)
     return read_bridged_config(config, where)
@@ -89,14 +97,18 @@ def check_activation(config: dict[str, Any], where: str) -> None:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a file whose tensors are read by name. Raises UserError, now or while they are read, when it is
-    missing, truncated or corrupt, or is no file, such as a pipe, which would never end."""
+    """Open a safetensors file, whose tensors are read by name.
+
+    Raises:
+        UserError: the file is missing, truncated or corrupt; also raised while tensors are read.
+    """
+    # A pipe would block.
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a file.", "Give a complete model folder.")
     try:
         with safe_open(str(path), framework="pt") as file:
             yield file
-    except UserError:  # of what is done with the tensors
+    except UserError:  # of the caller
         raise
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.", "Give a complete model folder.") from None
@@ -108,7 +120,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a file, all or those with ``wanted`` names. Raises UserError as
+    """Read the tensors of a file, all or those whose names are ``wanted``. Raises UserError as
     :func:`open_safetensors`."""
     with open_safetensors(path) as file:
         names = [name for name in file.keys() if wanted is None or wanted(name)]  # noqa: SIM118
@@ -116,40 +128,60 @@ def read_safetensors(path: Path, wanted: Callable[[str], bool] | None = None) ->
 
 
 def target_fingerprint(folder: Path) -> str:
-    """Hash of a model folder's config and weights: the tensor table of each file and the first bytes of every
-    tensor, so that a fine-tuned copy with the same names and sizes has another fingerprint. Raises UserError
-    for a corrupt file."""
+    """Hash the config and the weights of a model folder.
+
+    Of each tensor only the first bytes are read, so that a fine-tuned copy with the same names and sizes
+    has another fingerprint.
+
+    Raises:
+        UserError: a corrupt file.
+    """
     digest = hashlib.sha256(read_text(folder / "config.json").encode())
     for path in sorted(folder.glob("*.safetensors")):
-        with open_safetensors(path), path.open("rb") as file:  # which checks the table of tensors
+        # Opening it as safetensors checks the header.
+        with open_safetensors(path), path.open("rb") as file:
             digest.update(f"{path.name} {path.stat().st_size}".encode())
-            size = file.read(8)
-            header = file.read(int.from_bytes(size, "little"))
+
+            # Header: its length in 8 bytes, then a JSON table of tensors.
+            header_size = int.from_bytes(file.read(8), "little")
+            header = file.read(header_size)
             digest.update(header)
-            tensors = {name: about for name, about in json.loads(header).items() if name != "__metadata__"}
+
+            # First bytes of each tensor.
+            tensors = json.loads(header)
+            tensors.pop("__metadata__", None)
             for name in sorted(tensors):
                 start, stop = tensors[name]["data_offsets"]
                 file.seek(8 + len(header) + start)
-                digest.update(file.read(min(SAMPLE, stop - start)))
+                digest.update(file.read(min(SAMPLE_BYTES, stop - start)))
     return digest.hexdigest()[:16]
 
 
 def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> list[Path]:
-    """Safetensors files of a model folder; with an index, only those that contain ``wanted`` tensors."""
+    """Safetensors files of a model folder; with an index, only those that contain ``wanted`` tensors.
+
+    Raises:
+        UserError: there are none, or the index is damaged.
+    """
+    # Shards with an index.
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_table(read_object(index), "weight_map", str(index))
         if not shards or not all(isinstance(file, str) for file in shards.values()):
             raise UserError(f"The index {index} names no shards.", COPY_AGAIN)
-        for file in shards.values():
+        files: set[str] = set()
+        for name, file in shards.items():
             check_name(file, index)
-        return [
-            folder / file
-            for file in sorted({file for name, file in shards.items() if wanted is None or wanted(name)})
-        ]
+            if wanted is None or wanted(name):
+                files.add(file)
+        return [folder / file for file in sorted(files)]
+
+    # A single file.
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    if unlisted := sorted(folder.glob("*-of-*.safetensors")):
+
+    unlisted = sorted(folder.glob("*-of-*.safetensors"))
+    if unlisted:
         raise UserError(
             f"The folder {folder} has shards, such as {unlisted[0].name}, and no {index.name}.",
             "Copy the index of the same repository to them.",
@@ -177,13 +209,14 @@ def load_target(
 
     Args:
         name_or_path: see :func:`~eagle_kit.models.loading.source.resolve_target`.
-        dtype: dtype of the weights in memory, also of those stored in fp8 that ``quantization`` does not
-            keep; RoPE frequencies and gate biases stay fp32.
-        with_layers: False loads embedding, final norm and output layer only, for training on captured states
-            of a target that is too large for this machine; such a model cannot run.
-        quantization: which linear layers and routed experts are kept in fp8
-            (:mod:`~eagle_kit.models.loading.quantize`): auto keeps those that are stored so, fp8 casts the
-            others as well, none widens all.
+        dtype: dtype of the weights in memory, also of published fp8 weights that ``quantization`` widens.
+            RoPE frequencies and gate biases stay fp32.
+        device: device of the weights.
+        with_layers: False loads embedding, final norm and output layer only. Such a model cannot run; it is
+            for training on captured hidden states of a target that is too large for this machine.
+        quantization: which linear layers and routed experts are fp8
+            (:mod:`~eagle_kit.models.loading.quantize`): ``auto`` for those that are published so, ``fp8``
+            for all, ``none`` for none.
 
     Raises:
         UserError: a file that is missing, corrupt or truncated; every missing, unexpected or misshapen tensor
@@ -191,6 +224,8 @@ def load_target(
     """
     folder = resolve_target(str(name_or_path))
     config = read_target_config(folder)
+
+    # Models of transformers.
     if isinstance(config, BridgedConfig):
         if quantization == "fp8":
             raise UserError(
@@ -198,10 +233,15 @@ def load_target(
                 "Leave the quantization out.",
             )
         if with_layers:
-            weight_files(folder)  # transformers would follow an index out of the folder
+            weight_files(folder)  # checks the index, with which transformers would read outside of the folder
             return load_bridged(folder, config, dtype, device)
         return load_ends(folder, config, read_published(folder, _is_outside_layers), dtype).to(device)
-    published = read_published(folder, None if with_layers else _is_outside_layers)
+
+    # Our own layers.
+    wanted = None
+    if not with_layers:
+        wanted = _is_outside_layers
+    published = read_published(folder, wanted)
     layout = read_fp8_layout(read_raw_config(folder), str(folder))
     return assemble(
         config,
@@ -229,21 +269,26 @@ def assemble(
     """Make a target of our own layers from published tensors.
 
     Args:
-        layout: of fp8 weights; None where none are expected.
-        tensors: by published name without ``model.``; emptied, since they are removed as they are used.
-        where: of the weights, for errors.
-        dtype, device, with_layers, quantization: see :func:`load_target`.
+        config: architecture of the target.
+        layout: layout of fp8 weights; None where fp8 is not expected.
+        tensors: tensors by published name without ``model.``. They are removed as they are used, to free
+            their memory.
+        where: folder of the weights, for messages.
+        dtype: see :func:`load_target`.
+        device: device of the weights.
+        with_layers: see ``load_target``.
+        quantization: see ``load_target``.
 
     Raises:
         UserError: every missing, unexpected or misshapen tensor by name.
     """
-    # The parameters that are to be filled.
+    # Parameters on the meta device.
     with torch.device("meta"):
         model = LlamaModel(config)
     if not with_layers:
         model.layers = torch.nn.ModuleList()
 
-    # The published tensors by our names and in our layout.
+    # Published tensors by our names and in our layout.
     arrangement = arrangement_of(config)
     renamed = arrangement.renamed(tensors)
     tensors.clear()
@@ -253,12 +298,12 @@ def assemble(
     if config.tie_word_embeddings:
         published.pop("lm_head.weight", None)
 
-    # Their names and shapes must be exactly the expected ones.
+    # Names and shapes must be exactly the expected ones.
     parts = published_parts(model.named_parameters(), config, published)
-    expected = expected_shapes((part for group in parts.values() for part in group), published, layout)
-    check_tensors(published, expected, where)
+    all_parts = [part for group in parts.values() for part in group]
+    check_tensors(published, expected_shapes(all_parts, published, layout), where)
 
-    # The values.
+    # Values.
     model.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling).to(device)
     if quantization != "none":
         fill_fp8(model, parts, published, layout, dtype, device, casts=quantization == "fp8")
@@ -269,6 +314,7 @@ def assemble(
 
 
 def _is_outside_layers(name: str) -> bool:
+    """True for a tensor that is not part of a decoder layer."""
     return not LAYER_NAME.search(name)
 
 
@@ -280,27 +326,46 @@ def fill(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
-    """Assign to ``model`` the parameters that are on the meta device, assembled from ``parts`` of
-    ``published``, which are removed from it; they require gradients like those they replace."""
+    """Replace the parameters of a model that are on the meta device. Their ``requires_grad`` stays.
+
+    Args:
+        model: the model, changed in place.
+        parts: published tensors that each parameter is stacked from.
+        published: tensors by name. Those that are used are removed.
+        layout: layout of fp8 weights; None where fp8 is not expected.
+        dtype: dtype of the parameters, but for those of :func:`stays_exact`.
+        device: device of the parameters.
+    """
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
-        kind = torch.float32 if stays_exact(model, name) else dtype
-        pieces = [take(published, part.name, kind, layout).to(device) for part in parts[name]]
-        value = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(parameter.shape)
+
+        # Stack the published tensors.
+        parameter_dtype = dtype
+        if stays_exact(model, name):
+            parameter_dtype = torch.float32
+        pieces = [take(published, part.name, parameter_dtype, layout).to(device) for part in parts[name]]
+        value = pieces[0]
+        if len(pieces) > 1:
+            value = torch.cat(pieces)
+        value = value.view(parameter.shape)
+
+        # Assign the parameter in its module.
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, parameter.requires_grad))
 
 
 def stays_exact(model: torch.nn.Module, name: str) -> bool:
-    """True for a parameter of ``model`` that stays in fp32."""
+    """True for a parameter of ``model`` that stays fp32, whatever the dtype of the model."""
+    if name.endswith(EXACT_SUFFIXES):
+        return True
     config = getattr(model, "config", None)
     layer = getattr(config, "layer", config)
-    return name.endswith(EXACT_SUFFIXES) or (getattr(layer, "norms_in_fp32", False) and is_exact(name))
+    return getattr(layer, "norms_in_fp32", False) and is_exact(name)
 
 
 def in_dtype(model: _Model, dtype: torch.dtype) -> _Model:
-    """Convert the parameters of ``model`` to ``dtype``, except those that stay in fp32."""
+    """Convert the parameters of ``model`` to ``dtype``, except those that stay fp32."""
     for name, parameter in model.named_parameters():
         if not stays_exact(model, name):
             parameter.data = parameter.data.to(dtype)
@@ -308,8 +373,14 @@ def in_dtype(model: _Model, dtype: torch.dtype) -> _Model:
 
 
 def read_published(folder: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, torch.Tensor]:
-    """Read all tensors of a model folder, or those with ``wanted`` names, by their published names without
-    ``model.``. Raises UserError."""
+    """Read the tensors of a model folder, all or those whose names are ``wanted``.
+
+    Returns:
+        Tensors by published name without ``model.``.
+
+    Raises:
+        UserError: a file that is missing, corrupt or truncated.
+    """
     published: dict[str, torch.Tensor] = {}
     for path in weight_files(folder, wanted):
         for name, tensor in read_safetensors(path, wanted).items():
@@ -319,22 +390,34 @@ def read_published(folder: Path, wanted: Callable[[str], bool] | None = None) ->
 
 
 def check_tensors(found: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]], where: str) -> None:
-    """Raise UserError naming the tensors that are missing, unexpected, misshapen or not floating point."""
+    """Check names, shapes and types of tensors.
+
+    Args:
+        found: tensors by name.
+        expected: shapes by name.
+        where: folder of the tensors, for messages.
+
+    Raises:
+        UserError: names the tensors that are missing, unexpected, misshapen or not floating point.
+    """
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in expected]
-    problems += [
-        f"{name} has shape {list(found[name].shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name].shape) != tuple(shape)
-    ]
-    problems += [
-        f"{name} holds {str(found[name].dtype).removeprefix('torch.')} instead of floating-point numbers"
-        for name in expected
-        if name in found and not found[name].is_floating_point()
-    ]
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise UserError(
-            f"The weights in {where} do not fit their config: {shown}.",
-            "Use a complete, matching checkpoint.",
-        )
+    both = [name for name in expected if name in found]
+    for name in both:
+        shape = list(found[name].shape)
+        if shape != list(expected[name]):
+            problems.append(f"{name} has shape {shape} instead of {list(expected[name])}")
+    for name in both:
+        if not found[name].is_floating_point():
+            dtype = str(found[name].dtype).removeprefix("torch.")
+            problems.append(f"{name} holds {dtype} instead of floating-point numbers")
+    if not problems:
+        return
+
+    listed = "; ".join(problems[:MAX_NAMED])
+    if len(problems) > MAX_NAMED:
+        listed += f"; and {len(problems) - MAX_NAMED} more"
+    raise UserError(
+        f"The weights in {where} do not fit their config: {listed}.",
+        "Use a complete, matching checkpoint.",
+    )

@@ -1,4 +1,4 @@
-"""Published checkpoint layouts of our parameters: names, shapes, and weights in fp8 with their scales.
+"""Published tensors of our parameters: names, shapes, and fp8 weights with their scales.
 
 A parameter is one published tensor or several stacked ones. Experts are published one by one, under the names
 of their family, or stacked as in transformers 5 and here.
@@ -22,8 +22,9 @@ FUSED = {
 }
 """Our fused parameters, and the published parameters that each is stacked from, in order."""
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Our parameters of experts, and the published parameters of one expert that each is stacked from."""
+MIXTRAL_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Part(NamedTuple):
@@ -34,7 +35,7 @@ class Part(NamedTuple):
 
 
 def published_names(name: str) -> list[str]:
-    """Names of the published tensors that a parameter (other than experts) is stacked from, in order."""
+    """Names of the published tensors that a parameter is stacked from, in order; not for experts."""
     for fused, parts in FUSED.items():
         if f"{fused}." in name:
             return [name.replace(fused, part) for part in parts]
@@ -44,95 +45,129 @@ def published_names(name: str) -> list[str]:
 def published_parts(
     parameters: Iterable[tuple[str, torch.Tensor]], config: TargetConfig, names: Iterable[str]
 ) -> dict[str, list[Part]]:
-    """Published tensors of each of our ``parameters`` of layers of ``config``, for a checkpoint with tensors
-    ``names``."""
+    """Find the published tensors that each parameter is stacked from.
+
+    Args:
+        parameters: our parameters by name.
+        config: architecture that they belong to.
+        names: names of all tensors of the checkpoint, which show how its experts are published.
+
+    Returns:
+        Published tensors of each parameter, in order.
+    """
     names = set(names)
-    has_all_in_one = any(name.endswith(".experts.gate_up_proj") for name in names)
-    renames_mixture = any(".block_sparse_moe." in name for name in names)
-    found = {}
+    has_stacked_experts = any(name.endswith(".experts.gate_up_proj") for name in names)
+    has_sparse_names = any(".block_sparse_moe." in name for name in names)
+    found: dict[str, list[Part]] = {}
     for name, parameter in parameters:
         shape = tuple(parameter.shape)
-        if ".mlp.experts." in name and not has_all_in_one:
-            parts = _one_by_one(name, shape, config.model_type == "mixtral")
+        if ".mlp.experts." in name and not has_stacked_experts:
+            parts = _single_experts(name, shape, config.model_type == "mixtral")
         else:
-            parts = _rows(name, shape, config)
-        if renames_mixture:
+            parts = _stacked_rows(name, shape, config)
+        if has_sparse_names:
             parts = [Part(part.name.replace(".mlp.", ".block_sparse_moe."), part.shape) for part in parts]
         found[name] = parts
     return found
 
 
-def _rows(name: str, shape: tuple[int, ...], config: TargetConfig) -> list[Part]:
+def _stacked_rows(name: str, shape: tuple[int, ...], config: TargetConfig) -> list[Part]:
+    """Published tensors whose rows make a parameter of ``shape``."""
     names = published_names(name)
-    keys = config.num_kv_heads * config.head_dim
-    rows = [shape[0] // len(names)] * len(names)
-    if len(names) == 3:
-        rows = [config.num_heads * config.head_dim, keys, keys]
-    if len(names) == 4 and (delta := config.delta) is not None:
-        rows = [delta.channels, delta.num_heads * delta.value_dim, delta.num_heads, delta.num_heads]
-    return [Part(part, (count, *shape[1:])) for part, count in zip(names, rows, strict=True)]
+    num_rows = [shape[0] // len(names)] * len(names)
+    if len(names) == 3:  # queries, keys and values
+        key_size = config.num_kv_heads * config.head_dim
+        num_rows = [config.num_heads * config.head_dim, key_size, key_size]
+    if len(names) == 4 and config.delta is not None:  # projections of a recurrent layer; no head has any
+        delta = config.delta
+        value_size = delta.num_heads * delta.value_dim
+        num_rows = [delta.channels, value_size, delta.num_heads, delta.num_heads]
+    parts = zip(names, num_rows, strict=True)
+    return [Part(part, (rows, *shape[1:])) for part, rows in parts]
 
 
-def _one_by_one(name: str, shape: tuple[int, ...], is_mixtral: bool) -> list[Part]:
+def _single_experts(name: str, shape: tuple[int, ...], is_mixtral: bool) -> list[Part]:
+    """Published tensors of a parameter of ``shape`` with all experts of a layer, expert after expert."""
     layer, _, leaf = name.rpartition(".")
     names = EXPERTS[leaf]
-    one = (shape[1] // len(names), shape[2])
-    spelling: Mapping[str, str] = MIXTRAL if is_mixtral else {}
-    return [
-        Part(f"{layer}.{expert}.{spelling.get(part, part)}.weight", one)
-        for expert in range(shape[0])
-        for part in names
-    ]
+    part_shape = (shape[1] // len(names), shape[2])
+    parts: list[Part] = []
+    for expert in range(shape[0]):
+        for part in names:
+            published = MIXTRAL_EXPERTS[part] if is_mixtral else part
+            parts.append(Part(f"{layer}.{expert}.{published}.weight", part_shape))
+    return parts
 
 
 def expected_shapes(
     parts: Iterable[Part], published: Mapping[str, torch.Tensor], layout: FP8Layout | None
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all required tensors: ``parts``, and the scales of those in fp8.
+    """Names and shapes of all required tensors: ``parts``, and the scales of those that are fp8.
 
     Args:
-        layout: of the scales; None where fp8 is not expected.
+        parts: published tensors of all parameters.
+        published: tensors of the checkpoint by name.
+        layout: layout of fp8 weights; None where fp8 is not expected.
     """
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parts:
         shapes[name] = shape
-        if layout is not None and name in published and published[name].dtype in FP8:
-            allowed = layout.scale_shapes(shape)
-            scale = published.get(name + layout.suffix)
-            is_one = scale is not None and tuple(scale.shape) in allowed
-            shapes[name + layout.suffix] = tuple(scale.shape) if is_one else allowed[0]  # type: ignore[union-attr]
+        if layout is None or name not in published or published[name].dtype not in FP8_DTYPES:
+            continue
+
+        # Scales may have one of several shapes; a wrong one is reported beside the first of these.
+        scale_name = name + layout.suffix
+        allowed = layout.scale_shapes(shape)
+        shapes[scale_name] = allowed[0]
+        if scale_name in published:
+            scale_shape = tuple(published[scale_name].shape)
+            if scale_shape in allowed:
+                shapes[scale_name] = scale_shape
     return shapes
 
 
 def take_fp8(published: dict[str, torch.Tensor], name: str, layout: FP8Layout) -> FP8Weight:
-    """Remove a tensor and its scales from ``published`` and return them as they are."""
-    return layout.weight(published.pop(name), published.pop(name + layout.suffix))
+    """Remove an fp8 tensor and its scales from ``published``, and return them as a weight."""
+    values = published.pop(name)
+    scales = published.pop(name + layout.suffix)
+    return layout.weight(values, scales)
 
 
 def take(
     published: dict[str, torch.Tensor], name: str, dtype: torch.dtype, layout: FP8Layout | None
 ) -> torch.Tensor:
-    """Remove a tensor from ``published`` and return it in ``dtype``, fp8 multiplied by its scales."""
+    """Remove a tensor from ``published``, and return it in ``dtype``; fp8 is multiplied by its scales,
+    which are removed as well."""
     tensor = published.pop(name)
-    scale = None if layout is None else published.pop(name + layout.suffix, None)
-    if scale is None or layout is None:
+    if layout is None:
         return tensor.to(dtype)
-    return layout.weight(tensor, scale).dense(dtype)
+    scales = published.pop(name + layout.suffix, None)
+    if scales is None:
+        return tensor.to(dtype)
+    return layout.weight(tensor, scales).dense(dtype)
 
 
 def dequantised(
     published: Mapping[str, torch.Tensor], layout: FP8Layout | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by name, one after another: fp8 multiplied by its scales, the others as they are."""
-    suffix = None if layout is None else layout.suffix
-    scales = {name + suffix for name in published if suffix is not None} & published.keys()
-    for name in sorted(published.keys() - scales):
-        parts = {key: published[key] for key in (name, f"{name}{suffix}") if key in published}
-        dtype = parts[name].dtype
-        yield name, take(parts, name, torch.float32 if dtype in FP8 else dtype, layout)
+    """Yield names and tensors, one after another: fp8 multiplied by its scales, the others as they are."""
+    scale_names: set[str] = set()
+    if layout is not None:
+        scale_names = {name + layout.suffix for name in published} & published.keys()
+    for name in sorted(published.keys() - scale_names):
+        weight = {name: published[name]}
+        if layout is not None and name + layout.suffix in scale_names:
+            weight[name + layout.suffix] = published[name + layout.suffix]
+        dtype = published[name].dtype
+        if dtype in FP8_DTYPES:
+            dtype = torch.float32
+        yield name, take(weight, name, dtype, layout)
 
 
 def is_mtp(name: str, config: TargetConfig) -> bool:
-    """Return whether a published tensor belongs to a next-token-prediction layer behind the decoder's."""
+    """True for a published tensor of a layer for multi-token prediction, behind the decoder's layers."""
     match = re.match(r"layers\.(\d+)\.", name)
-    return match is not None and 0 <= int(match[1]) - config.num_layers < config.num_mtp_layers
+    if match is None:
+        return False
+    layer = int(match[1])
+    return config.num_layers <= layer < config.num_layers + config.num_mtp_layers

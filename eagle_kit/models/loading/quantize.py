@@ -1,7 +1,8 @@
-"""Linear layers and routed experts of a target in fp8: kept as published, or cast when they are loaded.
+"""Linear layers and routed experts of a target in fp8: as they are published, or cast when they are loaded.
 
-Kept wide are embedding, output layer, norms, routers and gates of shared experts (small, or read by heads and
-losses), and the expansion of latents, which latent attention multiplies in parts.
+Other weights keep the dtype of the model: embedding, output layer, norms, routers and gates of shared
+experts, which are small or read by draft heads and losses, and the expansion of latents, which latent
+attention multiplies in parts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,15 +19,18 @@ from eagle_kit.ops.fp8 import FP8Weight, quantize_fp8, stack_fp8
 from eagle_kit.ops.linear import FP8Linear, Linear
 
 Quantization = Literal["auto", "fp8", "none"]
-"""Of linear layers and routed experts: fp8 where the checkpoint has them so, fp8 everywhere, or wide."""
-WIDE = ("kv_b_proj", "shared_expert_gate")
+"""Linear layers and routed experts in fp8: those that are published so (auto), all (fp8), or none."""
+NOT_QUANTIZED = ("kv_b_proj", "shared_expert_gate")
+"""Suffixes of linear layers inside decoder layers that are never fp8."""
 
 
 def quantizable(model: nn.Module) -> Iterator[tuple[str, Linear | Experts]]:
-    """Linear layers and routed experts inside of the decoder's layers that can be in fp8, by their names."""
+    """Names and modules of linear layers and routed experts that can be fp8."""
     for name, module in model.named_modules():
-        is_linear = type(module) is Linear and not name.endswith(WIDE)
-        if name.startswith("layers.") and (is_linear or isinstance(module, Experts)):
+        if not name.startswith("layers."):
+            continue
+        is_linear = type(module) is Linear and not name.endswith(NOT_QUANTIZED)
+        if is_linear or isinstance(module, Experts):
             yield name, module  # type: ignore[misc]
 
 
@@ -40,34 +44,52 @@ def fill_fp8(
     *,
     casts: bool,
 ) -> None:
-    """Replace linear layers and routed experts of ``model`` by those in fp8, made of tensors that are removed
-    from ``published``: those whose parts all are in fp8, or with ``casts`` the others as well, with a scale
-    for each output.
+    """Replace linear layers and routed experts of ``model`` by modules with fp8 weights.
+
+    Without ``casts``, only modules whose weights are published in fp8 are replaced.
+
+    Args:
+        model: model on the meta device, changed in place.
+        parts: published tensors of each parameter.
+        published: tensors by name. Those that are used are removed.
+        layout: layout of published fp8 weights; None where fp8 is not expected.
+        dtype: dtype of biases.
+        device: device of the new modules.
+        casts: cast other weights to fp8, with a scale for each output.
 
     Raises:
         UserError: a weight with NaN.
     """
     for name, module in list(quantizable(model)):
-        leaves = ("gate_up_proj", "down_proj") if isinstance(module, Experts) else ("weight",)
-        groups = {leaf: parts[f"{name}.{leaf}"] for leaf in leaves}
-        if not casts and not all(_are_stored(group, published, layout) for group in groups.values()):
-            continue
-        first, *others = (
-            _weight(group, published, layout, device).view(getattr(module, leaf).shape)
-            for leaf, group in groups.items()
-        )
-        made: nn.Module
+        # Published tensors of each weight of the module.
+        leaves = ["weight"]
         if isinstance(module, Experts):
-            made = FP8Experts(first, *others)
+            leaves = ["gate_up_proj", "down_proj"]
+        groups = [parts[f"{name}.{leaf}"] for leaf in leaves]
+        if not casts and not all(_are_stored(group, published, layout) for group in groups):
+            continue
+
+        # Its weights.
+        weights: list[FP8Weight] = []
+        for leaf, group in zip(leaves, groups, strict=True):
+            shape = getattr(module, leaf).shape
+            weights.append(_weight(group, published, layout, device).view(shape))
+
+        # The new module.
+        quantized: nn.Module
+        if isinstance(module, Experts):
+            gate_up, down = weights
+            quantized = FP8Experts(gate_up, down)
         else:
-            bias = None
+            bias: torch.Tensor | None = None
             if module.bias is not None:
                 bias = torch.cat([take(published, part.name, dtype, None) for part in parts[f"{name}.bias"]])
-            made = FP8Linear(first, bias)
-        model.set_submodule(name, made.to(device))
+            quantized = FP8Linear(weights[0], bias)
+        model.set_submodule(name, quantized.to(device))
 
 
 def _are_stored(group: list[Part], published: Mapping[str, torch.Tensor], layout: FP8Layout | None) -> bool:
+    """True if all tensors of a group are published in e4m3."""
     return layout is not None and all(layout.is_stored(published, part.name) for part in group)
 
 
@@ -77,14 +99,17 @@ def _weight(
     layout: FP8Layout | None,
     device: torch.device | str,
 ) -> FP8Weight:
-    """Parts on top of each other: as they are where all are in e4m3, cast otherwise."""
+    """Stack the tensors of a group: as they are if all are e4m3, and cast otherwise."""
+    stacked: list[FP8Weight] = []
     if layout is None or not _are_stored(group, published, layout):
-        wide = (take(published, part.name, torch.float32, layout) for part in group)
-        return stack_fp8([quantize_fp8(part.to(device)) for part in wide])
-    found = []
+        for part in group:
+            wide = take(published, part.name, torch.float32, layout)
+            stacked.append(quantize_fp8(wide.to(device)))
+        return stack_fp8(stacked)
     for part in group:
         weight = take_fp8(published, part.name, layout)
-        if ((weight.values.view(torch.uint8) & 0x7F) == 0x7F).any():
+        is_nan = (weight.values.view(torch.uint8) & 0x7F) == 0x7F
+        if is_nan.any():
             raise UserError(f"The fp8 weight {part.name} has NaN.", "Copy or download the checkpoint again.")
-        found.append(weight)
-    return stack_fp8(found)
+        stacked.append(weight)
+    return stack_fp8(stacked)

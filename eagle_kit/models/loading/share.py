@@ -1,4 +1,5 @@
-"""Loading of a rank's part of a target: only its slices are read from the files."""
+"""Loading of a rank's part of a target (tensor parallelism). Only the rank's slices are read from the
+files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -35,18 +36,21 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Floating-point types of safetensors that a checkpoint may have here."""
+"""Floating-point types of safetensors that are supported."""
 
 
 class SlicedTensors(dict[str, torch.Tensor], AbstractContextManager["SlicedTensors"]):
-    """Tensors of a model folder by our names: whole ones without memory, until :meth:`pop` reads a rank's
-    part of one. What is put in comes out as it is.
+    """Tensors of a model folder by our names, which are read by :meth:`pop`.
+
+    Until then a tensor is on the meta device, with the shape of the whole published tensor. Tensors that are
+    assigned later are returned as they are.
 
     Args:
-        name_of: our name of a published one without ``model.``; None where there is no use for it.
+        folder: the model folder.
+        name_of: function from a published name without ``model.`` to our name; None for tensors without use.
 
     Attributes:
-        cuts: of the tensors that are read in part.
+        cuts: the rank's part of each tensor that is not read whole.
 
     Raises:
         UserError: a file that is missing or corrupt, now or when it is read.
@@ -54,37 +58,53 @@ class SlicedTensors(dict[str, torch.Tensor], AbstractContextManager["SlicedTenso
 
     def __init__(self, folder: Path, name_of: Callable[[str], str | None]) -> None:
         super().__init__()
-        self._stack, self._files = ExitStack(), {}
         self.cuts: dict[str, Sequence[Cut]] = {}
+        self._stack = ExitStack()
+        # Open file and published name of each tensor that is not read yet.
+        self._unread: dict[str, tuple[Any, str]] = {}
         for path in weight_files(folder):
             file = self._stack.enter_context(open_safetensors(path))
             for published in file.keys():  # noqa: SIM118
                 name = name_of(published.removeprefix("model."))
                 if name is None or published.endswith(IGNORED_SUFFIXES):
                     continue
-                about = file.get_slice(published)
-                self._files[name] = file, published
-                dtype = DTYPES.get(about.get_dtype(), torch.uint8)
-                self[name] = torch.empty(about.get_shape(), dtype=dtype, device="meta")
+                header = file.get_slice(published)
+                dtype = DTYPES.get(header.get_dtype(), torch.uint8)
+                self[name] = torch.empty(header.get_shape(), dtype=dtype, device="meta")
+                self._unread[name] = (file, published)
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.__exit__(*error)
 
     def pop(self, name: str, default: Any = None) -> Any:
-        """Read a tensor, or what its cuts say of it; in place of nothing, zeros for the whole."""
+        """Remove a tensor, and read the rank's part of it.
+
+        Where the rank has no part, the result is zeros with the shape of the whole tensor.
+        """
         if name not in self:
             return default
-        about = super().pop(name)
-        if name not in self._files:
-            return about
-        (file, published), cuts = self._files.pop(name), self.cuts.get(name)
+        tensor = super().pop(name)
+        if name not in self._unread:
+            return tensor
+
+        # The whole tensor, or zeros.
+        file, published = self._unread.pop(name)
+        cuts = self.cuts.get(name)
         if cuts is None:
             return file.get_tensor(published)
         if not cuts:
-            return torch.zeros(about.shape, dtype=about.dtype)
-        tensor = file.get_slice(published)
-        pieces = [tensor[(*[slice(None)] * dim, slice(start, stop))] for dim, start, stop in cuts]
-        return torch.cat(pieces, cuts[0].dim) if len(pieces) > 1 else pieces[0]
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+        # Slices of one dimension.
+        stored = file.get_slice(published)
+        slices: list[torch.Tensor] = []
+        for dim, start, stop in cuts:
+            index: list[slice] = [slice(None)] * dim
+            index.append(slice(start, stop))
+            slices.append(stored[tuple(index)])
+        if len(slices) == 1:
+            return slices[0]
+        return torch.cat(slices, cuts[0].dim)
 
 
 def load_share(
@@ -95,51 +115,66 @@ def load_share(
     *,
     quantization: Quantization = "none",
     expert_parallel: bool = False,
-    attends_whole: bool = False,
+    data_parallel_attention: bool = False,
 ) -> LlamaModel:
     """Load a rank's part of a target, frozen and in eval mode.
 
     Args:
-        folder: of the model.
-        ranks: the processes that share it; each reads its own part of the weights.
-        dtype, quantization: see :func:`~eagle_kit.models.loading.loader.load_target`; what is cast to fp8
-            gets scales of the rank's own part of an output.
-        expert_parallel, attends_whole: see :class:`~eagle_kit.models.sharding.Sharding`.
+        folder: folder of the model.
+        ranks: the processes that share the target. Each calls this, and reads its own part of the weights.
+        dtype: see :func:`~eagle_kit.models.loading.loader.load_target`.
+        device: device of the weights.
+        quantization: see ``load_target``. Weights that are cast to fp8 have scales of the rank's part of an
+            output.
+        expert_parallel: see :class:`~eagle_kit.models.sharding.Sharding`.
+        data_parallel_attention: see ``Sharding``.
 
     Raises:
         UserError: as ``load_target``; a target that tensor parallelism does not cut.
     """
     config = read_target_config(folder)
-    whole = "Leave tensor_parallel at 1."
     if isinstance(config, BridgedConfig):
-        raise UserError(f"Tensor parallelism does not cut {config.model_type}, run by transformers.", whole)
-    layout, arrangement = read_fp8_layout(read_raw_config(folder), str(folder)), arrangement_of(config)
-    block = None if layout is None else layout.block
-    sharding = Sharding.of(config, ranks.share, block, expert_parallel, attends_whole)
+        raise UserError(
+            f"Tensor parallelism does not cut {config.model_type}, run by transformers.",
+            "Leave tensor_parallel at 1.",
+        )
+
+    # The rank's model, and the parameters of the whole one, on the meta device.
+    layout = read_fp8_layout(read_raw_config(folder), str(folder))
+    block = None
+    if layout is not None:
+        block = layout.block
+    sharding = Sharding.of(config, ranks.share, block, expert_parallel, data_parallel_attention)
     with torch.device("meta"):
-        parameters = list(LlamaModel(config).named_parameters())  # of all ranks
+        whole_parameters = list(LlamaModel(config).named_parameters())
         model = LlamaModel(sharding.rank_config(), ranks)
+
+    arrangement = arrangement_of(config)
 
     def name_of(published: str) -> str | None:
         name = arrangement.rename(published)
-        return None if name is None or is_mtp(name, config) else name
+        if name is None or is_mtp(name, config):
+            return None
+        return name
 
     with SlicedTensors(folder, name_of) as tensors:
         if config.tie_word_embeddings and "lm_head.weight" in tensors:
             del tensors["lm_head.weight"]
+
+        # The whole tensors must have exactly the expected names and shapes.
         whole_tensors = dict(tensors)
         arrangement.arrange(whole_tensors, config, layout)
-        parts = published_parts(parameters, config, whole_tensors)
-        expected = expected_shapes(
-            (part for group in parts.values() for part in group), whole_tensors, layout
-        )
-        check_tensors(whole_tensors, expected, str(folder))
+        parts = published_parts(whole_parameters, config, whole_tensors)
+        all_parts = [part for group in parts.values() for part in group]
+        check_tensors(whole_tensors, expected_shapes(all_parts, whole_tensors, layout), str(folder))
+
+        # Read the rank's part of them.
         tensors.cuts = cuts_of(tensors, sharding, layout)
         arrangement.arrange(tensors, model.config, layout)
-        parts = {name: [part for part in group if sharding.has(part)] for name, group in parts.items()}
+        rank_parts = {name: [part for part in group if sharding.has(part)] for name, group in parts.items()}
         if quantization != "none":
-            fill_fp8(model, parts, tensors, layout, dtype, device, casts=quantization == "fp8")
-        fill(model, parts, tensors, layout, dtype, device)
+            fill_fp8(model, rank_parts, tensors, layout, dtype, device, casts=quantization == "fp8")
+        fill(model, rank_parts, tensors, layout, dtype, device)
     model.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling).to(device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
@@ -149,18 +184,29 @@ def load_share(
 def cuts_of(
     tensors: Mapping[str, torch.Tensor], sharding: Sharding, layout: FP8Layout | None
 ) -> dict[str, Sequence[Cut]]:
-    """What a rank reads of published ``tensors`` that it does not read whole, and of their scales. Raises
-    UserError where a block of an fp8 weight would be cut apart."""
+    """Find a rank's part of the tensors that it does not read whole, and of their scales.
+
+    Args:
+        tensors: published tensors by our names.
+        sharding: the rank's part of the target.
+        layout: layout of fp8 weights; None where fp8 is not expected.
+
+    Raises:
+        UserError: a block of an fp8 weight would be cut apart.
+    """
     found: dict[str, Sequence[Cut]] = {}
-    suffix = None if layout is None else layout.suffix
     for name, tensor in tensors.items():
-        if suffix is not None and name.endswith(suffix):
-            continue
+        if layout is not None and name.endswith(layout.suffix):
+            continue  # scales, with their weight
         part = Part(name, tuple(tensor.shape))
-        if (cuts := sharding.cuts(part)) is None:
+        cuts = sharding.cuts(part)
+        if cuts is None:
             continue
         found[name] = cuts
-        if layout is not None and (scales := tensors.get(name + layout.suffix)) is not None:
-            mine = scale_cuts(part, cuts, tuple(scales.shape), layout.block)
-            found |= {} if mine is None else {name + layout.suffix: mine}
+        if layout is None or name + layout.suffix not in tensors:
+            continue
+        scales = tensors[name + layout.suffix]
+        cuts_of_scales = scale_cuts(part, cuts, tuple(scales.shape), layout.block)
+        if cuts_of_scales is not None:
+            found[name + layout.suffix] = cuts_of_scales
     return found

@@ -1,4 +1,5 @@
-"""Resolution of names of targets and drafts: a folder, a GGUF file, a named package, or a hub."""
+"""Resolution of names of targets and drafts to a folder: a folder, a GGUF file, a packaged name, or a hub
+id."""
 
 import hashlib
 import json
@@ -35,12 +36,12 @@ from eagle_kit.models.loading.gguf_target import (
 
 @dataclass(frozen=True)
 class PackagedTarget:
-    """Target whose weights are carried by a Python package as GGUF.
+    """Target whose weights are in a Python package, as GGUF.
 
     Attributes:
-        module: the package's module.
-        file: the GGUF in it.
-        hub_id: the hub model that it was quantised from, informative and for commands of other engines.
+        module: module of the package.
+        file: GGUF file in it.
+        hub_id: the hub model that it was quantised from, for people and for commands of other engines.
     """
 
     module: str
@@ -56,11 +57,12 @@ PACKAGED_TARGETS = {
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)")
 """A hub id; ``../model`` and ``folder/model.gguf`` are paths."""
 FOLDER_OF_REPOSITORY = re.compile(rf"({REPOSITORY.pattern})/([\w-][\w.-]*)")
-"""A repository and a folder of it, as drafts lie in their target's."""
+"""A repository and a folder inside it: some drafts lie in the repository of their target."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-OLD_WEIGHTS, OLD_PATTERN = "pytorch_model.bin", "pytorch_model*.bin"
-"""File of older weights, and it and its shards; fetched only where there are no safetensors."""
+OLD_WEIGHTS = "pytorch_model.bin"
+OLD_PATTERN = "pytorch_model*.bin"
+"""Weights in the older format and their shards, which are downloaded only where there are no safetensors."""
 GGUF = ".gguf"
 LOG_IN = "Log in with hf auth login, or set HF_TOKEN."
 CONVERSION = "conversion.json"
@@ -79,33 +81,36 @@ def resolve_target(name: str | Path) -> Path:
 
 
 def resolve_model(name: str | Path, role: str) -> Path:
-    """Resolve a model to its Hugging Face folder, whatever its layout.
+    """Resolve a model to a folder in Hugging Face's layout.
 
     Args:
-        name: a local folder, a ``.gguf`` file or a name of :data:`PACKAGED_TARGETS` (both converted once to
-            safetensors in the cache), or a hub id, perhaps with a folder of the repository and a revision:
-            ``org/model@revision``, ``org/model/folder``. A commit is downloaded once, without what lies in
-            other folders of it.
-        role: of the model, for messages: target or draft.
+        name: a local folder, a ``.gguf`` file or a name of :data:`PACKAGED_TARGETS` (both are converted
+            once to safetensors in the cache), or a hub id, perhaps with a folder of the repository and a
+            revision: ``org/model@revision``, ``org/model/folder``. A commit is downloaded once, without
+            other folders.
+        role: target or draft, for messages.
 
     Raises:
         UserError: ``name`` is none of these or cannot be obtained.
     """
     name = str(name)
     folder = expand(name)
-    if not (name and folder.is_dir()):
+    if not name or not folder.is_dir():
+        # Files that are converted, and repositories.
         if name.lower() in PACKAGED_TARGETS:
             return _convert_packaged(name.lower())
         if folder.suffix.lower() == GGUF:
             return _convert_file(folder)
         if not is_hub_id(name):
-            kind = TargetError if role == "target" else UserError
-            raise kind(
+            error_class = TargetError if role == "target" else UserError
+            raise error_class(
                 f"The {role} {name!r} is neither a folder here nor a hub id.",
                 f"Give a model folder, a {GGUF} file, an id such as org/model, or one of "
                 f"{', '.join(PACKAGED_TARGETS)}.",
             )
         folder = _download(name, role)
+
+    # A folder must have a config.
     if not (folder / "config.json").is_file():
         gguf_files = sorted(folder.glob(f"*{GGUF}"))
         if gguf_files:
@@ -117,36 +122,42 @@ def resolve_model(name: str | Path, role: str) -> Path:
 
 
 def is_hub_id(name: str) -> bool:
-    """True for ``org/model`` or a folder of one, perhaps with a revision; it may be a folder here as well."""
-    repository = split_folder(split_revision(name)[0])[0]
-    return not name.startswith((".", "~")) and bool(REPOSITORY.fullmatch(repository))
+    """True for ``org/model`` or ``org/model/folder``, perhaps with a revision. There may be a local folder
+    of that name as well."""
+    if name.startswith((".", "~")):
+        return False
+    whole, _ = split_revision(name)
+    repository, _ = split_folder(whole)
+    return REPOSITORY.fullmatch(repository) is not None
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """``org/model@revision`` -> the id and the revision; None where none is named."""
+    """Split ``org/model@revision`` into id and revision; None without a revision."""
     repository, _, revision = name.partition("@")
     return repository, revision or None
 
 
 def split_folder(repository: str) -> tuple[str, str | None]:
-    """``org/model/folder`` -> the id and the folder; None where none is named."""
+    """Split ``org/model/folder`` into id and folder; None without a folder."""
     found = FOLDER_OF_REPOSITORY.fullmatch(repository)
-    return (repository, None) if found is None else (found[1], found[2])
+    if found is None:
+        return repository, None
+    return found[1], found[2]
 
 
 def target_revision(folder: Path) -> str | None:
-    """Commit of a repository, or of a folder of one, in the hub's cache; None for any other folder."""
+    """Commit of a repository in the hub's cache, or of a folder inside one; None for any other folder."""
     path = folder.resolve()
-    for place in (path, path.parent):
-        if place.parent.name == "snapshots" and COMMIT.fullmatch(place.name):
-            return place.name
+    for snapshot in (path, path.parent):
+        if snapshot.parent.name == "snapshots" and COMMIT.fullmatch(snapshot.name):
+            return snapshot.name
     return None
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the fast tokenizer of a model folder, whose own code is never run.
+    """Load the fast tokenizer of a model folder. Python code of the folder is never run.
 
-    Its attribute ``end_token_ids`` has the ids of the end tokens that the folder's configs name.
+    Its attribute ``end_token_ids`` has the ids of the end tokens in the folder's configs.
 
     Raises:
         UserError: there is no tokenizer, it cannot be read, it is a slow one, or it needs code of the folder.
@@ -155,7 +166,9 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     # Its config, before transformers reads it.
     path = Path(folder) / TOKENIZER_CONFIG
-    config = read_object(path) if path.exists() else {}
+    config: dict[str, Any] = {}
+    if path.exists():
+        config = read_object(path)
     most = config.get("model_max_length")
     if most is not None and not isinstance(most, int | float):
         raise UserError(
@@ -163,7 +176,7 @@ def load_tokenizer(folder: str | Path) -> Any:
             "Correct it, or remove it.",
         )
 
-    # A tokenizer whose rules are in the folder's code is refused by name.
+    # A tokenizer that needs the folder's code is refused by name.
     own_code = _tokenizer_code(config)
     if not (Path(folder) / "tokenizer.json").is_file():
         if (Path(folder) / TIKTOKEN).is_file():
@@ -174,7 +187,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         if own_code is not None:
             raise _needs_code(folder, own_code)
 
-    # Any other one is read from its files.
+    # Others are read from their files.
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # readers raise errors of many kinds on a broken file
@@ -195,29 +208,37 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def _end_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids of the end tokens that ``generation_config.json`` and ``config.json`` name."""
+    """Ids of the end tokens in ``generation_config.json`` and ``config.json``, without repetitions."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        config = read_object(path) if path.is_file() else {}
-        ids = config.get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [ids]
+        if not path.is_file():
+            continue
+        ids = read_object(path).get("eos_token_id")
+        if not isinstance(ids, list):
+            ids = [ids]
         found += [number for number in ids if type(number) is int]
     return tuple(dict.fromkeys(found))
 
 
 def _tokenizer_code(config: dict[str, Any]) -> str | None:
-    """Name of the class in Python code of the folder that ``tokenizer_config.json`` asks for, if any."""
-    table = config.get("auto_map")
-    classes = table.get("AutoTokenizer") if isinstance(table, dict) else table
+    """Name of the class in the folder's Python code that a ``tokenizer_config.json`` asks for; None without
+    one."""
+    classes = config.get("auto_map")
+    if isinstance(classes, dict):
+        classes = classes.get("AutoTokenizer")
     if isinstance(classes, str):
         return classes
     if not isinstance(classes, list):
         return None
-    return next((name for name in classes if isinstance(name, str)), None)
+    for name in classes:
+        if isinstance(name, str):
+            return name
+    return None
 
 
 def _needs_code(folder: str | Path, name: str) -> UserError:
+    """Error for a tokenizer whose class ``name`` is Python code of the folder."""
     return UserError(
         f"The tokenizer in {folder} is Python code of that folder ({shown(name)}), which is never run.",
         ADD_TOKENIZER,
@@ -225,12 +246,16 @@ def _needs_code(folder: str | Path, name: str) -> UserError:
 
 
 def _download(name: str, role: str) -> Path:
+    """Download a commit of a repository, or a folder of it, into the hub's cache."""
     from huggingface_hub import snapshot_download
 
     whole, revision = split_revision(name)
-    repository, place = split_folder(whole)
-    prefix = "" if place is None else f"{place}/"
-    # Mistral's repositories have their weights a second time, under names that nothing here reads.
+    repository, folder_name = split_folder(whole)
+    prefix = ""
+    if folder_name is not None:
+        prefix = f"{folder_name}/"
+
+    # Mistral's repositories contain their weights a second time, under names that nothing here reads.
     unread = [f"{prefix}*/*", f"{prefix}consolidated*"]
     fetch = partial(snapshot_download, repository, ignore_patterns=unread)
     try:
@@ -244,24 +269,36 @@ def _download(name: str, role: str) -> Path:
 
 
 def hub_error(error: Exception, name: str, failure: str) -> UserError:
-    """``failure`` with the hub's reason, which is that ``name`` is not there, its access, or the network."""
+    """Make the error for a failed download or upload.
+
+    Args:
+        error: error of ``huggingface_hub``.
+        name: hub id, perhaps with a revision.
+        failure: what failed, the beginning of the message.
+    """
     from huggingface_hub import errors
 
     repository, revision = split_revision(name)
-    reason = (isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__) or error
+    reason: BaseException = error
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        reason = error.__cause__
     status = getattr(getattr(reason, "response", None), "status_code", None)
     match reason:
         case errors.GatedRepoError():
-            cause, remedy = "it is gated, and you have no access", f"Ask for it on the model's page. {LOG_IN}"
+            cause = "it is gated, and you have no access"
+            remedy = f"Ask for it on the model's page. {LOG_IN}"
         case errors.RepositoryNotFoundError():
             cause = "no folder here and no repository that the hub shows you is called so"
             remedy = f"Check the name; is it a private repository? {LOG_IN}"
         case errors.RevisionNotFoundError():
-            cause, remedy = f"{repository} has no revision {revision}", "Name a branch, tag or commit of it."
+            cause = f"{repository} has no revision {revision}"
+            remedy = "Name a branch, tag or commit of it."
         case errors.OfflineModeIsEnabled():
-            cause, remedy = "HF_HUB_OFFLINE is set, and it is not in the hub's cache", "Fetch it once online."
+            cause = "HF_HUB_OFFLINE is set, and it is not in the hub's cache"
+            remedy = "Fetch it once online."
         case _ if status in (401, 403):
-            cause, remedy = f"the hub refuses your access, HTTP {status}", LOG_IN
+            cause = f"the hub refuses your access, HTTP {status}"
+            remedy = LOG_IN
         case _:
             cause = f"HTTP {status}" if status else type(reason).__name__
             remedy = "Check the name and the network, and try again, or give a local folder."
@@ -269,7 +306,7 @@ def hub_error(error: Exception, name: str, failure: str) -> UserError:
 
 
 def _convert_packaged(name: str) -> Path:
-    """Dequantise a packaged GGUF into the cache, once and atomically."""
+    """Convert a packaged GGUF into the cache, once."""
     packaged = PACKAGED_TARGETS[name]
     folder = cache_folder() / "targets" / name
     wanted = {"version": CONVERSION_VERSION, "file": packaged.file}
@@ -284,11 +321,14 @@ def converted_file(folder: Path) -> Path | None:
         file = json.loads((folder / CONVERSION).read_text(encoding="utf-8"))["file"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Path(file) if Path(file).is_absolute() else None  # that of a package is no path
+    path = Path(file)
+    if not path.is_absolute():
+        return None  # a file of a package
+    return path
 
 
 def _convert_file(path: Path) -> Path:
-    """Dequantise a GGUF file into the cache, once for its place, size and time of change."""
+    """Convert a GGUF file into the cache, once for its path, size and time of change."""
     if not path.is_file():
         raise UserError(f"There is no file {path}.", "Check the path of the GGUF.")
     path = path.resolve()
@@ -301,10 +341,23 @@ def _convert_file(path: Path) -> Path:
     }
     key = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     folder = cache_folder() / "targets" / f"{path.stem}-{key}"
-    return folder if _is_converted(folder, wanted) else _convert(path, folder, wanted, path.stem)
+    if _is_converted(folder, wanted):
+        return folder
+    return _convert(path, folder, wanted, path.stem)
 
 
 def _convert(source: Path, folder: Path, wanted: dict[str, Any], name: str) -> Path:
+    """Convert a GGUF file, unless another process has done so meanwhile.
+
+    Args:
+        source: the GGUF file.
+        folder: folder that is made.
+        wanted: record of the conversion, which is written into the folder.
+        name: name of the target, for messages.
+
+    Returns:
+        ``folder``.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -330,6 +383,7 @@ def _convert(source: Path, folder: Path, wanted: dict[str, Any], name: str) -> P
 
 
 def _is_converted(folder: Path, wanted: dict[str, Any]) -> bool:
+    """True if a folder has the record ``wanted`` of its conversion."""
     try:
         return read_json(folder / CONVERSION) == wanted
     except UserError:
@@ -337,7 +391,7 @@ def _is_converted(folder: Path, wanted: dict[str, Any]) -> bool:
 
 
 def _package_file(name: str, packaged: PackagedTarget) -> Path:
-    """GGUF file inside the installed package, which is not imported."""
+    """GGUF file of an installed package. The package is not imported."""
     spec = util.find_spec(packaged.module)
     if spec is None or spec.origin is None:
         package = packaged.module.replace("_", "-")
@@ -353,8 +407,10 @@ def _package_file(name: str, packaged: PackagedTarget) -> Path:
 
 
 def _dequantise(source: Path, out: Path) -> None:
-    """Write config, tokenizer and weights, in fp32, since a Q4_1 block is ``scale * 4 bits + minimum``, which
-    is exact in neither fp16 nor bf16.
+    """Write config, tokenizer and weights of a GGUF file into the new folder ``out``.
+
+    Weights are fp32: a block of Q4_1 is ``scale * 4 bits + minimum``, which is exact in neither fp16 nor
+        bf16.
 
     Raises:
         UserError: the file cannot be read, or transformers' reader leaves out some of it.

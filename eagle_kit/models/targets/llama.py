@@ -1,8 +1,10 @@
-"""Target decoders: Llama 2 / 3 / 3.1+, Mistral, Qwen2, Qwen3; with other layers inside, Mixtral, Qwen3-MoE,
-DeepSeek-V2 / V3, GLM-4.5, Qwen3-Next, Qwen3.5 and Falcon-H1.
+"""Target decoder of Llama 2 / 3 / 3.1+, Mistral, Qwen2 and Qwen3, and with experts, latent attention or
+recurrent layers of Mixtral, Qwen3-MoE, DeepSeek-V2 / V3, GLM-4.5, Qwen3-Next, Qwen3.5 and Falcon-H1.
 
-Legend: T packed tokens, H hidden, V vocabulary. Parameters have Hugging Face's names without ``model.``,
-except that q, k, v and gate, up are fused (``qkv_proj``, ``gate_up_proj``).
+Parameters have Hugging Face's names without ``model.``, except that q, k, v and gate, up are fused
+(``qkv_proj``, ``gate_up_proj``).
+
+Legend: T packed tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_kit.distributed.collectives import Ranks
-from eagle_kit.models.blocks.delta import GatedDeltaNet
+from eagle_kit.models.blocks.gated_delta_net import GatedDeltaNet
 from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope, ShardRows, shard_rows_of
 from eagle_kit.models.blocks.mamba import Mamba2
 from eagle_kit.models.blocks.mla import make_attention
@@ -34,21 +36,43 @@ def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention, Mamba-2 beside it, or the gated delta rule, and MLP or experts, with residuals."""
+    """Pre-norm decoder layer with residuals: attention, attention beside Mamba-2, or the gated delta rule,
+    then an MLP or experts.
+
+    Args:
+        config: architecture of the target.
+        layer: index of the layer.
+        ranks: the processes that share the target (tensor parallelism); None without others.
+
+    Attributes:
+        is_recurrent: True with the gated delta rule in place of attention.
+        number: index of the layer among the recurrent layers, or among those with attention.
+        shares_heads: True if ranks have different heads, whose outputs are summed; False if this rank has the
+            attention of all heads.
+    """
 
     def __init__(self, config: TargetConfig, layer: int, ranks: Ranks | None = None) -> None:
         super().__init__()
-        self.ranks, self.shares_heads = ranks, not config.attends_whole
+        self.ranks = ranks
+        self.shares_heads = not config.data_parallel_attention
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        recurrent = () if config.delta is None else config.delta.layers
-        self.number = sum((each in recurrent) == (layer in recurrent) for each in range(layer))
-        """Of the layer among those of its kind."""
-        if config.delta is not None and layer in recurrent:
+
+        # Attention or the gated delta rule, and its number among the earlier layers.
+        recurrent_layers: tuple[int, ...] = ()
+        if config.delta is not None:
+            recurrent_layers = config.delta.layers
+        self.is_recurrent = layer in recurrent_layers
+        num_recurrent = sum(each < layer for each in recurrent_layers)
+        if config.delta is not None and self.is_recurrent:
+            self.number = num_recurrent
             self.linear_attn = GatedDeltaNet(config, config.delta)
         else:
+            self.number = layer - num_recurrent
             self.self_attn = make_attention(config, config.hidden_size)
-        self.mamba = None if config.mamba is None else Mamba2(config, config.mamba)
-        self.is_recurrent = layer in recurrent
+
+        self.mamba: Mamba2 | None = None
+        if config.mamba is not None:
+            self.mamba = Mamba2(config, config.mamba)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = make_mlp(config, layer)
 
@@ -59,11 +83,24 @@ class DecoderLayer(nn.Module):
         rotation: Rotation,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer on ``h [T, H]`` and its norm -> ``h`` after attention, and the MLP's output, which
-        the next norm adds because it reads both."""
+        """Run the layer.
+
+        The caller adds the output of the MLP to the residual, in the kernel of the next norm.
+
+        Args:
+            normed: ``input_layernorm`` of ``h``, ``[T, H]``.
+            h: residual ``[T, H]``.
+            rotation: rotary embedding at the positions of the rows.
+            attend: attention of the layer.
+
+        Returns:
+            The residual after attention and the output of the MLP, ``[T, H]`` each.
+        """
+        # Attention or recurrence.
+        shard = shard_rows_of(attend)
         if self.is_recurrent:
             added = self.linear_attn(normed, self.number, attend)
-        elif (shard := shard_rows_of(attend)) is not None:
+        elif shard is not None:
             added = self._gathered(normed, rotation, attend, shard)
         else:
             added = self.self_attn(normed, rotation, self.number, attend)
@@ -71,6 +108,8 @@ class DecoderLayer(nn.Module):
             added = added + self.mamba(normed, self.number, attend)
         if self.shares_heads:
             added = self._summed(added)
+
+        # MLP.
         normed, h = self.post_attention_layernorm.add(added, h)
         del added  # the MLP needs its memory
         return h, self._summed(self.mlp(normed))
@@ -82,49 +121,61 @@ class DecoderLayer(nn.Module):
 
         Args:
             rotation: rotary embedding at the rows of this rank.
+            shard: rows of this rank, and where each row of the forward is among the gathered ones.
         """
         assert self.ranks is not None and not self.shares_heads
-        mine = normed[shard.rows]
-        if len(mine):
-            mine = self.self_attn(mine, rotation, self.number, attend)
-        padded = F.pad(mine, (0, 0, 0, shard.most - len(mine)))
+        local = normed[shard.rows]
+        if len(local) > 0:
+            local = self.self_attn(local, rotation, self.number, attend)
+        padded = F.pad(local, (0, 0, 0, shard.most - len(local)))
         return self.ranks.stack(padded).flatten(0, 1)[shard.indices]
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of what every rank's heads or inner values give."""
-        return x if self.ranks is None else self.ranks.sum(x)
+        """Sum the outputs ``[T, H]`` of all ranks."""
+        if self.ranks is None:
+            return x
+        return self.ranks.sum(x)
 
 
 class LlamaModel(Target):
-    """Target of the families that are written here.
+    """Target of one of :data:`~eagle_kit.models.config.FAMILIES`.
 
     Args:
-        config: with ``ranks``, of this rank's part (:meth:`~eagle_kit.models.sharding.Sharding.rank_config`).
-        ranks: the processes that share it.
+        config: architecture; with ``ranks`` that of this rank's model
+            (:meth:`~eagle_kit.models.sharding.Sharding.rank_config`).
+        ranks: the processes that share the target (tensor parallelism); None without others.
     """
 
     def __init__(self, config: TargetConfig, ranks: Ranks | None = None) -> None:
         super().__init__()
-        self.config, self.logit_form = config, LogitForm(config.logit_scale)
-        self.ranks, self.has_whole_embedding = ranks, ranks is None
-        num_words = config.vocab_size if ranks is None else len(ranks.share.of(config.vocab_size))
-        self.embed_tokens = nn.Embedding(num_words, config.hidden_size)
+        self.config = config
+        self.logit_form = LogitForm(config.logit_scale)
+        self.ranks = ranks
+        self.has_whole_embedding = ranks is None
+
+        # Ranks share embedding and output layer by tokens.
+        num_tokens = config.vocab_size
+        if ranks is not None:
+            num_tokens = len(ranks.share.of(config.vocab_size))
+        self.embed_tokens = nn.Embedding(num_tokens, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i, ranks) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling)
-        self.lm_head = Linear(config.hidden_size, num_words, bias=False)
+        self.lm_head = Linear(config.hidden_size, num_tokens, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self._devices: Sequence[torch.device] | None = None
 
     @property
     def variants(self) -> list[AttentionVariant]:
-        """See :class:`Target`: all layers attend alike."""
+        """See :class:`Target`. All layers have the same variant."""
         return [self.config.attention] * self.config.num_attention_layers
 
     def place_layers(self, devices: Sequence[torch.device] | None) -> None:
         """See :class:`Target`."""
-        assert devices is None or (len(devices) == len(self.layers) + 1 and devices[0] == devices[-1])
+        if devices is not None:
+            assert len(devices) == len(self.layers) + 1, "one device a layer, and one for the rest"
+            assert devices[0] == devices[-1], "the first layer is on the device of the inputs"
         self._devices = devices
 
     @property
@@ -141,28 +192,41 @@ class LlamaModel(Target):
     ) -> TargetOutput:
         """See :class:`Target`."""
         assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
+
+        # Rotations of the rows whose attention this rank computes.
         shard = shard_rows_of(attend)
-        rotation = self.rope.at(positions if shard is None else positions[shard.rows])
+        if shard is not None:
+            positions = positions[shard.rows]
+        rotation = self.rope.at(positions)
+
+        # Embeddings.
         h = self.embed(ids)
         if self.config.embedding_scale != 1.0:
             h = h * self.config.embedding_scale
-        states: dict[int, torch.Tensor] = {}
-        norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
+
+        # Layers; each is followed by the norm of the next one, or by the final norm.
+        norms: list[Any] = [layer.input_layernorm for layer in self.layers]
+        norms.append(self.norm)
+        captured: dict[int, torch.Tensor] = {}
         normed = norms[0](h)
         for i, layer in enumerate(self.layers):
             if i in capture:
-                states[i] = h
+                captured[i] = h
             if self._devices is not None:
-                normed, h = self._layer_elsewhere(i, norms[i + 1], normed, h, rotation, attend)
+                normed, h = self._run_placed_layer(i, norms[i + 1], normed, h, rotation, attend)
                 continue
             h, added = layer(normed, h, rotation, attend)
             normed, h = norms[i + 1].add(added, h)
             del added  # the next layer needs its memory
-        states[len(self.layers)] = h
-        aux = torch.cat([states[i].to(h.device) for i in capture], -1) if capture else h[:, :0]
-        return TargetOutput(normed, aux)
+        captured[len(self.layers)] = h
 
-    def _layer_elsewhere(
+        # Captured hidden states, in the order of ``capture``.
+        aux_hidden_states = h[:, :0]
+        if capture:
+            aux_hidden_states = torch.cat([captured[i].to(h.device) for i in capture], -1)
+        return TargetOutput(normed, aux_hidden_states)
+
+    def _run_placed_layer(
         self,
         i: int,
         next_norm: RMSNorm,
@@ -171,10 +235,11 @@ class LlamaModel(Target):
         rotation: Rotation,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run layer i on its device, then the next norm on the device of the layer it belongs to."""
+        """Run layer i on its device, then the next norm on the device of the layer that it belongs to."""
         assert self._devices is not None
-        here, there = self._devices[i], self._devices[i + 1]
-        with current_device(here):
-            h, added = self.layers[i](normed, h, rotation.to(here), attend)
-        with current_device(there):
-            return next_norm.add(added.to(there), h.to(there))
+        device = self._devices[i]
+        next_device = self._devices[i + 1]
+        with current_device(device):
+            h, added = self.layers[i](normed, h, rotation.to(device), attend)
+        with current_device(next_device):
+            return next_norm.add(added.to(next_device), h.to(next_device))

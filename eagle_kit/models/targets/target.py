@@ -1,4 +1,4 @@
-"""What every target is to the rest of the package, whoever wrote its layers.
+"""Interface of targets, for capture, training, serving and evaluation.
 
 Legend: T packed tokens, H hidden, V vocabulary.
 """
@@ -24,40 +24,51 @@ from eagle_kit.ops.linear import FP8Linear, Linear
 
 
 class TargetOutput(NamedTuple):
-    """``hidden [T, H]`` after the final norm; ``aux [T, len(capture) * H]``, the captured states
-    concatenated."""
+    """Hidden states of a forward.
+
+    Attributes:
+        hidden: final hidden states ``[T, H]``, after the last norm.
+        aux_hidden_states: inputs of the captured layers, side by side, ``[T, len(capture) * H]``.
+    """
 
     hidden: torch.Tensor
-    aux: torch.Tensor
+    aux_hidden_states: torch.Tensor
 
 
 class LogitForm(NamedTuple):
-    """Logits ``soft_cap tanh(scale x / soft_cap)`` of what the output layer gives, ``scale x`` without a
-    cap."""
+    """Function from the outputs x of the output layer to logits: ``soft_cap * tanh(scale * x / soft_cap)``.
+
+    Attributes:
+        scale: factor of the outputs.
+        soft_cap: largest absolute value of a logit; None for logits ``scale * x``.
+    """
 
     scale: float = 1.0
     soft_cap: float | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits of the same shape."""
-        scaled = x if self.scale == 1.0 else x * self.scale
-        return scaled if self.soft_cap is None else self.soft_cap * torch.tanh(scaled / self.soft_cap)
+        """Logits of the shape of ``x``."""
+        if self.scale != 1.0:
+            x = x * self.scale
+        if self.soft_cap is None:
+            return x
+        return self.soft_cap * torch.tanh(x / self.soft_cap)
 
 
 class Target(nn.Module, ABC):
-    """Causal language model without caches, windows or batches, which ``attend`` implements.
+    """Causal language model. Caches, windows and batches are the business of ``attend``.
 
     Attributes:
-        config: its architecture.
-        embed_tokens: embedding ``[V, H]``. Heads read its plain rows, as other engines do: a target that
-            scales its embeddings does so for itself.
+        config: architecture.
+        embed_tokens: embedding ``[V, H]``. Draft heads read its unscaled rows, as in other engines, also of a
+            target whose first layer reads scaled ones.
         lm_head: output layer.
-        layers: its decoder layers; empty where it was loaded without them.
-        working_bytes: memory that a forward needs besides its states.
-        logit_form: makes logits of what the output layer gives.
-        ranks: processes that each have a part of it (tensor parallelism, :mod:`eagle_kit.models.sharding`);
-            None where this one has all.
-        has_whole_embedding: False where the embedding is cut by vocabulary among the ranks.
+        layers: decoder layers; empty if the target was loaded without them.
+        working_bytes: bytes of memory that a forward needs besides hidden states.
+        logit_form: function from the outputs of the output layer to logits.
+        ranks: processes that share the target (tensor parallelism, :mod:`eagle_kit.models.sharding`); None
+            without others.
+        has_whole_embedding: False if the ranks share the embedding by tokens.
     """
 
     config: TargetConfig
@@ -72,15 +83,18 @@ class Target(nn.Module, ABC):
     @property
     @abstractmethod
     def variants(self) -> Sequence[AttentionVariant]:
-        """How each of its attention layers attends."""
+        """Variant of attention of each layer that has attention."""
 
     @abstractmethod
     def place_layers(self, devices: Sequence[torch.device] | None) -> None:
-        """Place layer i on ``devices[i]`` and everything else on ``devices[L]``, the device of the inputs;
-        states are then moved between layers. None: all on one device.
+        """Set the devices between which a forward moves hidden states. Weights are not moved.
+
+        Args:
+            devices: device of each of the L layers, then that of everything else, which is the device of the
+                inputs and of the first layer. None for a target on one device.
 
         Raises:
-            UserError: a target that cannot be split.
+            UserError: the target cannot be split.
         """
 
     @abstractmethod
@@ -90,32 +104,35 @@ class Target(nn.Module, ABC):
         """Run the decoder.
 
         Args:
-            ids: ``[T]`` int64.
-            positions: ``[T]`` int64, RoPE positions.
+            ids: int64 ``[T]``.
+            positions: int64 ``[T]``, RoPE positions.
             attend: attention of every layer; with recurrent layers a
                 :class:`~eagle_kit.models.blocks.recurrence.HybridAttend`.
-            capture: states to return, each by the layer it is the *input* of; ``num_layers`` is the last
-                layer's output before the final norm.
+            capture: layers whose *inputs* are returned; ``num_layers`` is the last layer's output before the
+                final norm.
         """
 
     @abstractmethod
     def final_norm(self, states: torch.Tensor) -> torch.Tensor:
-        """Final-normed states ``[T, H]`` from the last layer's output ``[T, H]``."""
+        """Final norm of the last layer's output ``[T, H]``."""
 
     def host_read(self) -> str | None:
-        """What of its forward reads numbers on the host, so that it cannot be part of a graph; None where
-        nothing does."""
+        """Error of the first operation of a forward that reads a tensor on the host, so that the forward
+        cannot be captured in a graph; None if no operation does."""
         return None
 
     @property
     def norm_weight(self) -> torch.Tensor:
-        """Weight ``[H]`` of the final norm, whatever it is called and however it is kept: what it makes of
-        states of size 1 and mean 0."""
-        size = self.config.hidden_size
-        ones = torch.ones(size, dtype=self.embed_tokens.weight.dtype, device=self.embed_tokens.weight.device)
-        ones[1::2] = -1.0
-        both = self.final_norm(torch.stack((ones, -ones)))
-        return (both[0] - both[1]) / 2 * ones
+        """Weight ``[H]`` of the final norm, which models store in different ways.
+
+        It is read off the norm's outputs for hidden states of alternating 1 and -1, whose mean is 0 and whose
+        root mean square is 1.
+        """
+        embedding = self.embed_tokens.weight
+        signs = torch.ones(self.config.hidden_size, dtype=embedding.dtype, device=embedding.device)
+        signs[1::2] = -1.0
+        plus, minus = self.final_norm(torch.stack((signs, -signs)))
+        return (plus - minus) / 2 * signs
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -124,80 +141,111 @@ class Target(nn.Module, ABC):
 
     @property
     def fp8_layers(self) -> list[FP8Linear | FP8Experts]:
-        """Linear layers and routed experts that hold fp8 weights."""
+        """Linear layers and routed experts with fp8 weights."""
         return [module for module in self.modules() if isinstance(module, FP8Linear | FP8Experts)]
 
     @property
     def weight_format(self) -> str:
-        """Dtype of the weights in words."""
+        """Dtype of the weights, for people."""
         dtype = str(self.embed_tokens.weight.dtype).removeprefix("torch.")
-        return f"{dtype} with fp8 layers" if self.fp8_layers else dtype
+        if self.fp8_layers:
+            return f"{dtype} with fp8 layers"
+        return dtype
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings ``[T, H]`` of ``ids [T]`` int64."""
+        """Embeddings ``[T, H]`` of ``ids`` int64 ``[T]``."""
         if self.ranks is None or self.has_whole_embedding:
             return F.embedding(ids, self.embed_tokens.weight)
-        mine = self.ranks.share.of(self.config.vocab_size)
-        local = ids - mine.start
-        is_mine = (local >= 0) & (local < len(mine))
-        rows = F.embedding(local.clamp(0, len(mine) - 1), self.embed_tokens.weight)
-        return self.ranks.sum(rows * is_mine[:, None])
+
+        # Rows of this rank's tokens, zeros for others, summed over the ranks.
+        tokens = self.ranks.share.of(self.config.vocab_size)
+        local_ids = ids - tokens.start
+        is_local = (local_ids >= 0) & (local_ids < len(tokens))
+        rows = F.embedding(local_ids.clamp(0, len(tokens) - 1), self.embed_tokens.weight)
+        return self.ranks.sum(rows * is_local[:, None])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[T, V]`` of final-normed ``hidden [T, H]``."""
+        """Logits ``[T, V]`` of final hidden states ``[T, H]``."""
         return self.whole_logits(self.local_logits(hidden))
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[T, V]`` of final-normed ``hidden [T, H]``, or this rank's part of their columns."""
+        """Logits of final hidden states ``[T, H]``: ``[T, V]``, or with ranks the columns of this rank's
+        tokens."""
         return self.logit_form(self.lm_head(hidden))
 
     def whole_logits(self, local: torch.Tensor) -> torch.Tensor:
-        """Logits ``[..., V]`` of every rank's :meth:`local_logits`."""
-        return local if self.ranks is None else self.ranks.join(local, self.config.vocab_size)
+        """Gather the logits ``[..., V]`` from the :meth:`local_logits` of every rank."""
+        if self.ranks is None:
+            return local
+        return self.ranks.join(local, self.config.vocab_size)
 
     def with_whole_ends(self) -> Self:
-        """The same layers between the whole embedding and output layer, for drafts that read these; itself
-        where they are whole. All ranks call it together."""
+        """Copy of this target with the embedding and the output layer of all ranks, for drafts that read
+        them.
+
+        The layers are shared. Without ranks, returns this target. All ranks call it together.
+        """
         if self.ranks is None:
             return self
         whole = copy(self)
         whole._modules = dict(self._modules)
+
+        # The embedding.
         if not self.has_whole_embedding:
-            whole.embed_tokens = nn.Embedding.from_pretrained(self._joined(self.embed_tokens.weight))
+            whole.embed_tokens = nn.Embedding.from_pretrained(self._gathered(self.embed_tokens.weight))
+        whole.has_whole_embedding = True
+
+        # The output layer, perhaps with the weight of the embedding.
         with torch.device("meta"):
             whole.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
-        is_tied = self.config.tie_word_embeddings
-        weight = whole.embed_tokens.weight.data if is_tied else self._joined(self.lm_head.weight)
+        if self.config.tie_word_embeddings:
+            weight = whole.embed_tokens.weight.data
+        else:
+            weight = self._gathered(self.lm_head.weight)
         whole.lm_head.weight = nn.Parameter(weight, requires_grad=False)
-        whole.has_whole_embedding = True
         return whole
 
     def take_embedding(self, whole: nn.Embedding) -> None:
-        """Use the whole embedding, which a draft reads, in place of this rank's part."""
+        """Replace this rank's part of the embedding by the whole one, which a draft reads anyway."""
         assert self.ranks is not None
-        self.embed_tokens, self.has_whole_embedding = whole, True
+        self.embed_tokens = whole
+        self.has_whole_embedding = True
         if self.config.tie_word_embeddings:
-            mine = self.ranks.share.of(self.config.vocab_size)
-            self.lm_head.weight = nn.Parameter(whole.weight[mine.start : mine.stop], requires_grad=False)
+            tokens = self.ranks.share.of(self.config.vocab_size)
+            rows = whole.weight[tokens.start : tokens.stop]
+            self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
 
-    def _joined(self, rows: torch.Tensor) -> torch.Tensor:
-        """Every rank's rows of a matrix ``[V, H]``."""
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather the rows of all ranks to a matrix ``[V, H]``."""
         assert self.ranks is not None
         return self.ranks.join(rows, self.config.vocab_size, dim=0)
 
     def causal(self) -> Attend:
-        """Attention of one text, all of which is in the forward."""
+        """Attention of a forward over one whole text."""
         variants = self.variants
-        return self._beside_states(lambda layer, q, k, v: prefill_attention(q, k, v, variants[layer]))
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return prefill_attention(q, k, v, variants[layer])
+
+        return self._with_recurrence(attend)
 
     def packed(self, spans: list[tuple[int, int]], starts: torch.Tensor | None = None) -> Attend:
-        """Attention of several texts (start, stop), packed into one row; ``starts`` int32 ``[T]`` is the
-        first token of each token's text, for layers that would have to copy it to the device."""
-        variants = self.variants
-        return self._beside_states(
-            lambda layer, q, k, v: packed_attention(q, k, v, spans, variants[layer], starts=starts), spans
-        )
+        """Attention of a forward over several whole texts, packed into one row.
 
-    def _beside_states(self, attend: Attend, spans: list[tuple[int, int]] | None = None) -> Attend:
-        """Put the recurrence of texts beside their attention, where there are recurrent layers."""
-        return attend if self.config.states is None else Hybrid(attend, TextRecur(spans))
+        Args:
+            spans: (start, stop) of each text.
+            starts: int32 ``[T]``, first token of each token's text; None to copy it to the device when it is
+                needed.
+        """
+        variants = self.variants
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return packed_attention(q, k, v, spans, variants[layer], starts=starts)
+
+        return self._with_recurrence(attend, spans)
+
+    def _with_recurrence(self, attend: Attend, spans: list[tuple[int, int]] | None = None) -> Attend:
+        """Combine the attention of whole texts with their recurrence, for targets with recurrent layers."""
+        if self.config.states is None:
+            return attend
+        return Hybrid(attend, TextRecur(spans))

@@ -2,8 +2,8 @@
 
 Deterministic drafts: ``accept_greedy``, ``accept_most_likely``, ``accept_target_only``, and LOSSY
 ``accept_relaxed``. Sampled drafts: ``accept_rejection_chain``, ``accept_rejection_tree``, ``accept_block``.
-``eagle_kit.verify`` chooses among them by the type of the proposal. ``outcome`` is what follows
-of a path.
+``eagle_kit.verify`` chooses among them by the type of the proposal. ``outcome`` computes the state of
+requests after an accepted path.
 """
 
 from eagle_kit.ops.accept.block import accept_block

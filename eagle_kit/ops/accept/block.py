@@ -7,7 +7,7 @@ chain, Q(X^i) the draft's probability of its first i tokens, p and q the two dis
 
     w_0 = 1,    w_i = min(1, w_{i-1} p(X_i | X^{i-1}) / q(X_i | X^{i-1})).
 
-The number of kept tokens t shall satisfy P(t >= i | X^i) = w_i. With the distribution after X^i in mind, call
+The number of accepted tokens t shall satisfy P(t >= i | X^i) = w_i. For the distributions after X^i, let
 
     m_i = sum_y min(w_i p(y), q(y)),    r_i = sum_y relu(w_i p(y) - q(y)) = w_i - m_i.
 
@@ -16,28 +16,28 @@ S, averaging over X_{i+1} ~ q,
 
     P(t >= i + 1 | X^i) = sum_y q(y) min(1, w_i p(y) / q(y)) = m_i,
 
-so t = i, tried only when no longer prefix was kept, must have the probability h_i with m_i + (1 - m_i) h_i =
-w_i:
+so t = i, tried only when no longer prefix was accepted, must have the probability h_i with
+m_i + (1 - m_i) h_i = w_i:
 
     h_i = (w_i - m_i) / (1 - m_i) = r_i / (r_i + 1 - w_i).
 
 The S uniforms u_i are independent, and t is the largest i with u_i < h_i, or 0. Then y is sampled from p when
-t = S, else from norm(relu(w_t p - q)) after X^t. It is lossless, because the token after a kept prefix X^i is
-y with
+t = S, else from norm(relu(w_t p - q)) after X^t. It is lossless, because the token after an accepted prefix
+X^i is y with
 
     P(t > i, X_{i+1} = y) + P(t = i, y sampled) = Q(X^i) [ q(y) w_{i+1}(y) + r_i relu(w_i p(y) - q(y)) / r_i ]
                                               = Q(X^i) [ min(w_i p(y), q(y)) + relu(w_i p(y) - q(y)) ]
                                               = Q(X^i) w_i p(y) = P(t >= i, X^i) p(y):
 
-given that X^i was kept, the next token follows p, from i = 0 on, where w_0 = 1.
+given that X^i was accepted, the next token follows p, from i = 0 on, where w_0 = 1.
 
-Rejection keeps X^i with probability prod_j min(1, p / q), which is at most w_i factor by factor.
+Rejection accepts X^i with probability prod_j min(1, p / q), which is at most w_i factor by factor.
 
 A row of q that is no distribution reads as zeros (``draft_probs``): then w_{i+1} = 0 and m_i = 0, so X^i is
-kept with probability h_i = w_i, and y is sampled from p.
+accepted with probability h_i = w_i, and y is sampled from p.
 
-Whether X_1 is kept depends on the *later* drafts and their uniforms. The uniforms must therefore be new in
-every cycle, also for positions whose drafts an earlier cycle rejected: ``window_uniforms``, not
+Whether X_1 is accepted depends on the *later* drafts and their uniforms. The uniforms must therefore be new
+in every cycle, also for positions whose drafts an earlier cycle rejected: ``window_uniforms``, not
 ``position_uniforms``.
 
 Legend: B requests, S steps, V vocabulary.
@@ -72,12 +72,22 @@ def accept_block(
     if uses_triton(tokens, backend):
         from eagle_kit.ops.accept import triton
 
-        chain = q.contiguous(), tokens.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
-        return Accepted(*triton.accept_block(distribution_parts(probs), *chain))
-    probs, q = probabilities(probs), draft_probs(q)
+        accepted = triton.accept_block(
+            distribution_parts(probs),
+            q.contiguous(),
+            tokens.contiguous(),
+            uniforms.contiguous(),
+            bonus_uniforms.contiguous(),
+        )
+        return Accepted(*accepted)
+
+    # Prefix weights w_0 .. w_S.
+    probs = probabilities(probs)
+    q = draft_probs(q)
     b, steps, _ = q.shape
     drafts = tokens[:, 1:, None]
-    p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]
+    p_x = probs[:, :steps].gather(2, drafts)[..., 0]
+    q_x = q.gather(2, drafts)[..., 0]
     ratios = torch.where(q_x > 0, p_x.double() / q_x, 0.0)
     weight = torch.ones(b, dtype=torch.float64, device=q.device)
     weights = [weight]
@@ -85,15 +95,18 @@ def accept_block(
         weight = (weight * ratios[:, i]).clamp(max=1.0)
         weights.append(weight)
     w = torch.stack(weights, 1)
+
+    # h_1 .. h_S, and the longest prefix whose uniform is below h.
     excess = (w[:, 1:steps, None] * probs[:, 1:steps] - q[:, 1:]).relu().sum(-1)
     slack = excess + 1 - w[:, 1:steps]
-    # Without slack a longer prefix is kept with certainty, and this uniform has no effect.
+    # Without slack a longer prefix is accepted with certainty, and this uniform has no effect.
     h = torch.where(slack > 0, excess / torch.where(slack > 0, slack, 1.0), 1.0)
     passes = uniforms < torch.cat((h, w[:, steps:]), 1)
     num_accepted = (passes * torch.arange(1, steps + 1, device=q.device)).amax(1)
+
+    # The bonus token is sampled from the residual after the last accepted node.
     p_end = node_rows(probs, num_accepted).double()
     q_end = node_rows(q, num_accepted.clamp(max=steps - 1)) * (num_accepted < steps)[:, None]
-    left = (node_rows(w, num_accepted)[:, None] * p_end - q_end).relu()
-    return chain_accepted(
-        tokens, num_accepted, sample(weights_or(left, p_end), bonus_uniforms, backend="reference")
-    )
+    residual = (node_rows(w, num_accepted)[:, None] * p_end - q_end).relu()
+    bonus = sample(weights_or(residual, p_end), bonus_uniforms, backend="reference")
+    return chain_accepted(tokens, num_accepted, bonus)

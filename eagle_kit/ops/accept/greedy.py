@@ -10,12 +10,13 @@ from eagle_kit.ops.backend import Backend, uses_cpp, uses_triton
 
 
 def most_likely(logits: torch.Tensor, *, backend: Backend | None = None) -> MostLikely:
-    """Most likely tokens of ``logits [..., V]`` of any float type, the lowest id among equals; where a row
-    has a NaN, its place and NaN."""
+    """Most likely tokens of ``logits [..., V]`` of any float type, the lowest id among equals. A row with a
+    NaN has the id and the value of the NaN."""
     if uses_cpp(logits, backend=backend):
         rows = logits.reshape(-1, logits.shape[-1])
-        parts = torch.ops.eagle_kit_cpp.most_likely(rows.contiguous())
-        return MostLikely(*(part.view(logits.shape[:-1]) for part in parts))
+        tokens, values = torch.ops.eagle_kit_cpp.most_likely(rows.contiguous())
+        shape = logits.shape[:-1]
+        return MostLikely(tokens.view(shape), values.view(shape))
     tokens = logits.argmax(-1)
     return MostLikely(tokens, logits.gather(-1, tokens[..., None])[..., 0])
 
@@ -33,8 +34,10 @@ def accept_most_likely(
     if uses_triton(logits, backend):
         from eagle_kit.ops.accept import triton
 
-        window = logits.contiguous(), tokens.contiguous(), parents.contiguous()
-        return Accepted(*triton.accept_most_likely(*window, steps))
+        accepted = triton.accept_most_likely(
+            logits.contiguous(), tokens.contiguous(), parents.contiguous(), steps
+        )
+        return Accepted(*accepted)
     return accept_greedy(most_likely(logits, backend=backend).tokens, tokens, parents, steps)
 
 
@@ -55,7 +58,8 @@ def accept_greedy(
     node = torch.zeros(b, 1, dtype=torch.int64, device=tokens.device)
     alive = torch.ones_like(node, dtype=torch.bool)
     is_drafted = torch.arange(n, device=tokens.device) > 0
-    path, num_accepted = [node], torch.zeros_like(node)
+    path = [node]
+    num_accepted = torch.zeros_like(node)
     for _ in range(steps):
         agrees = (parents == node) & (tokens == predicted.gather(1, node)) & is_drafted
         alive = alive & agrees.any(1, keepdim=True)

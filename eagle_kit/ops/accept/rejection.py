@@ -4,21 +4,21 @@ Chains (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). The 
 target's distribution is p. Keep x with probability min(1, p(x) / q(x)), else draw from norm(relu(p - q)).
 Token y then comes out with probability
 
-    q(y) min(1, p(y) / q(y)) + P(refused) relu(p(y) - q(y)) / sum relu(p - q)
+    q(y) min(1, p(y) / q(y)) + P(rejected) relu(p(y) - q(y)) / sum relu(p - q)
         = min(p(y), q(y)) + relu(p(y) - q(y)) = p(y),
 
-because P(refused) = 1 - sum min(p, q) = sum relu(p - q). So the distribution is the target's whatever q is,
+because P(rejected) = 1 - sum min(p, q) = sum relu(p - q). So the distribution is the target's whatever q is,
 as long as x was really sampled from q: a softmax put in the place of q for a top-k draft would emit another
 distribution.
 
 Trees (SpecInfer, arXiv 2305.09781; EAGLE-1). A node's children were sampled one after another from q without
-replacement. They are tried in that order; after a refusal what is still to be emitted is norm(relu(p - q)),
-by the identity above, and the next child came from q without the refused token, renormalised: the same step
-again. When all are refused, the token is sampled from what is left of p. The topology must not depend on the
-values that were sampled.
+replacement, and are tried in that order. After a rejection the residual norm(relu(p - q)) takes the place of
+p, by the identity above, and q without the rejected token, renormalised, takes the place of q: the next child
+was sampled from it. When all children are rejected, the token is sampled from the residual of p. The topology
+must not depend on the values that were sampled.
 
-A row of q that is no distribution (a draft whose logits are NaN has one) says nothing of how its token was
-made, so that token counts as not drafted: :func:`draft_probs`.
+A token whose row of q is no distribution (as of a draft with NaN logits) counts as not drafted, because the
+probability with which it was sampled is unknown: :func:`draft_probs`.
 
 A token is accepted when ``u * q(x) < p(x)``, in fp64, with a uniform random number u in [0, 1). The
 inequality is strict, so that u = 0 never accepts a token of target probability zero; p = q accepts
@@ -62,18 +62,24 @@ def accept_rejection_chain(
         return accept_rejection_tree(
             probs, q, tokens, parents, padded, bonus_uniforms, steps, backend=backend
         )
-    probs, q = probabilities(probs), draft_probs(q)
+
+    # The chain is accepted up to the first token that is not.
+    probs = probabilities(probs)
+    q = draft_probs(q)
     drafts = tokens[:, 1:, None]
-    p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]
-    keeps = (uniforms.double() * q_x < p_x) & (q_x > 0)
-    num_accepted = keeps.to(torch.int64).cumprod(1).sum(1)
-    p_end, q_end = node_rows(probs, num_accepted), node_rows(q, num_accepted.clamp(max=steps - 1))
-    # Nothing to subtract after the last draft, and where q = 0 says that nothing was sampled.
-    is_refused = (num_accepted < steps) & (node_rows(q_x, num_accepted.clamp(max=steps - 1)) > 0)
-    left = (p_end - torch.where(is_refused[:, None], q_end, 0.0)).relu()
-    return chain_accepted(
-        tokens, num_accepted, sample(weights_or(left, p_end), bonus_uniforms, backend="reference")
-    )
+    p_x = probs[:, :steps].gather(2, drafts)[..., 0]
+    q_x = q.gather(2, drafts)[..., 0]
+    is_accepted = (uniforms.double() * q_x < p_x) & (q_x > 0)
+    num_accepted = is_accepted.to(torch.int64).cumprod(1).sum(1)
+
+    # The bonus token is sampled from the residual after the last accepted node.
+    p_end = node_rows(probs, num_accepted)
+    q_end = node_rows(q, num_accepted.clamp(max=steps - 1))
+    # After the last draft nothing was rejected, nor where q = 0: that token was not drafted.
+    is_rejected = (num_accepted < steps) & (node_rows(q_x, num_accepted.clamp(max=steps - 1)) > 0)
+    residual = (p_end - torch.where(is_rejected[:, None], q_end, 0.0)).relu()
+    bonus = sample(weights_or(residual, p_end), bonus_uniforms, backend="reference")
+    return chain_accepted(tokens, num_accepted, bonus)
 
 
 def accept_rejection_tree(
@@ -106,27 +112,42 @@ def accept_rejection_tree(
     if uses_triton(tokens, backend):
         from eagle_kit.ops.accept import triton
 
-        window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
-        return Accepted(
-            *triton.accept_stochastic(distribution_parts(probs), q.contiguous(), *window, steps, 1.0, 1.0)
+        accepted = triton.accept_stochastic(
+            distribution_parts(probs),
+            q.contiguous(),
+            tokens.contiguous(),
+            parents.contiguous(),
+            uniforms.contiguous(),
+            bonus_uniforms.contiguous(),
+            steps,
+            1.0,
+            1.0,
         )
+        return Accepted(*accepted)
     probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
-    path, num_accepted = node.expand(-1, steps + 1), node
-    p, distribution = probs[:, 0].double(), draft_probs(q[:, 0]).double()
+    path = node.expand(-1, steps + 1)
+    num_accepted = node
+    p = probs[:, 0].double()  # at the current node, residuals after its rejections
+    q_left = draft_probs(q[:, 0]).double()  # for the current node's children that were not tried yet
     for j in range(1, tokens.shape[1]):
+        # Node j is tried if it is a child of the current node.
         token = tokens[:, j : j + 1]
-        at = token.clamp(min=0)
-        p_x, q_x = p.gather(1, at), distribution.gather(1, at)
-        tried = (parents[:, j : j + 1] == node) & (token >= 0) & (q_x > 0)
-        kept = tried & (uniforms[:, j : j + 1].double() * q_x < p_x)
-        refused = tried & ~kept
-        left = (p - distribution).relu()
-        p = torch.where(kept, probs[:, j], torch.where(refused, _normalised(weights_or(left, p)), p))
-        distribution = torch.where(refused, _normalised(distribution.scatter(1, at, 0.0)), distribution)
+        id = token.clamp(min=0)
+        p_x = p.gather(1, id)
+        q_x = q_left.gather(1, id)
+        is_tried = (parents[:, j : j + 1] == node) & (token >= 0) & (q_x > 0)
+        is_accepted = is_tried & (uniforms[:, j : j + 1].double() * q_x < p_x)
+        is_rejected = is_tried & ~is_accepted
+
+        # After a rejection the residuals take the place of p and q, after an acceptance those of node j do.
+        residual = _normalised(weights_or((p - q_left).relu(), p))
+        p = torch.where(is_rejected, residual, p)
+        p = torch.where(is_accepted, probs[:, j], p)
+        q_left = torch.where(is_rejected, _normalised(q_left.scatter(1, id, 0.0)), q_left)
         if j < q.shape[1]:
-            distribution = torch.where(kept, draft_probs(q[:, j]), distribution)
-        node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
+            q_left = torch.where(is_accepted, draft_probs(q[:, j]), q_left)
+        node, num_accepted, path = step_to(j, is_accepted, node, num_accepted, path)
     return tree_accepted(tokens, path, num_accepted[:, 0], sample(p, bonus_uniforms, backend="reference"))
 
 
@@ -166,17 +187,14 @@ def tree_accepted(
 
 
 def step_to(
-    j: int, kept: torch.Tensor, node: torch.Tensor, num_accepted: torch.Tensor, path: torch.Tensor
+    j: int, is_accepted: torch.Tensor, node: torch.Tensor, num_accepted: torch.Tensor, path: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Move to window node ``j`` where ``kept`` bool ``[B, 1]``; returns new ``node`` and ``num_accepted``
-    int64 ``[B, 1]`` and ``path`` int64 ``[B, S + 1]``."""
-    num_accepted = num_accepted + kept
+    """Move to window node ``j`` where ``is_accepted`` bool ``[B, 1]``; returns new ``node`` and
+    ``num_accepted`` int64 ``[B, 1]`` and ``path`` int64 ``[B, S + 1]``."""
+    num_accepted = num_accepted + is_accepted
     place = torch.arange(path.shape[1], device=path.device)
-    return (
-        torch.where(kept, j, node),
-        num_accepted,
-        torch.where(kept & (place >= num_accepted), j, path),
-    )
+    path = torch.where(is_accepted & (place >= num_accepted), j, path)
+    return torch.where(is_accepted, j, node), num_accepted, path
 
 
 def _normalised(weights: torch.Tensor) -> torch.Tensor:

@@ -61,29 +61,44 @@ def accept_relaxed(
     if uses_triton(tokens, backend):
         from eagle_kit.ops.accept import triton
 
-        window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
-        out = triton.accept_stochastic(
-            distribution_parts(probs), None, *window, steps, threshold_single, least_acc
+        accepted = triton.accept_stochastic(
+            distribution_parts(probs),
+            None,
+            tokens.contiguous(),
+            parents.contiguous(),
+            uniforms.contiguous(),
+            bonus_uniforms.contiguous(),
+            steps,
+            threshold_single,
+            least_acc,
         )
-        return Accepted(*out)
+        return Accepted(*accepted)
     probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
-    path, num_accepted = node.expand(-1, steps + 1), node
-    p = probs[:, 0].double()
+    path = node.expand(-1, steps + 1)
+    num_accepted = node
+    p = probs[:, 0].double()  # at the current node, without its rejected children
     tried_mass = torch.zeros_like(p[:, :1])
     for j in range(1, tokens.shape[1]):
+        # Node j is tried if it is a child of the current node.
         token = tokens[:, j : j + 1]
-        at = token.clamp(min=0)
-        p_x = p.gather(1, at)
-        tried = (parents[:, j : j + 1] == node) & (token >= 0)
+        id = token.clamp(min=0)
+        p_x = p.gather(1, id)
+        is_tried = (parents[:, j : j + 1] == node) & (token >= 0)
         mass = tried_mass + p_x
         uniform = uniforms.gather(1, num_accepted)
-        enough = (uniform < mass / least_acc) | (p_x >= threshold_single)
-        kept = tried & enough & (p_x > 0)
-        refused = tried & ~kept
-        p = torch.where(kept, probs[:, j], torch.where(refused, p.scatter(1, at, 0.0), p))
-        tried_mass = torch.where(kept, 0.0, torch.where(refused, mass, tried_mass))
-        node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
-    left = weights_or(p, node_rows(probs, node[:, 0]).double())
-    bonus = sample(left, bonus_uniforms, backend="reference")
+        passes = (uniform < mass / least_acc) | (p_x >= threshold_single)
+        is_accepted = is_tried & passes & (p_x > 0)
+        is_rejected = is_tried & ~is_accepted
+
+        # A rejected token is excluded; after an acceptance node j is the current one.
+        p = torch.where(is_rejected, p.scatter(1, id, 0.0), p)
+        p = torch.where(is_accepted, probs[:, j], p)
+        tried_mass = torch.where(is_rejected, mass, tried_mass)
+        tried_mass = torch.where(is_accepted, 0.0, tried_mass)
+        node, num_accepted, path = step_to(j, is_accepted, node, num_accepted, path)
+
+    # The bonus token. Where no probability is left, the thresholds had rejected all tokens: sample from p.
+    weights = weights_or(p, node_rows(probs, node[:, 0]).double())
+    bonus = sample(weights, bonus_uniforms, backend="reference")
     return tree_accepted(tokens, path, num_accepted[:, 0], bonus)

@@ -41,7 +41,9 @@ def accept_target_only(
     if uses_triton(tokens, backend):
         from eagle_kit.ops.accept import triton
 
-        window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous()
-        return Accepted(*triton.accept_target_only(distribution_parts(probs), *window, steps))
+        accepted = triton.accept_target_only(
+            distribution_parts(probs), tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), steps
+        )
+        return Accepted(*accepted)
     sampled = sample(probabilities(probs), uniforms.gather(1, depths), backend="reference")
     return accept_greedy(sampled, tokens, parents, steps)

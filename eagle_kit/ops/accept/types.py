@@ -14,10 +14,12 @@ SUM_TOLERANCE = 1e-3
 class Accepted(NamedTuple):
     """The accepted path of each request.
 
-    ``path`` int64 ``[B, S + 1]``: window indices, the root first; beyond ``num_accepted`` the entries repeat
-    the last node. ``tokens`` int64 ``[B, S + 1]``: the emitted tokens, accepted drafts then the bonus token;
-    entries beyond ``num_accepted`` are meaningless. ``num_accepted`` int64 ``[B]``: accepted drafts, without
-    the bonus token, 0..S.
+    Attributes:
+        path: int64 ``[B, S + 1]``, window indices, the root first; beyond ``num_accepted`` the entries repeat
+            the last node.
+        tokens: int64 ``[B, S + 1]``, the emitted tokens: accepted drafts, then the bonus token; entries
+            beyond ``num_accepted`` are meaningless.
+        num_accepted: int64 ``[B]``, accepted drafts, without the bonus token, 0..S.
     """
 
     path: torch.Tensor
@@ -26,7 +28,7 @@ class Accepted(NamedTuple):
 
 
 class MostLikely(NamedTuple):
-    """``tokens`` int64 ``[...]``: the most likely tokens of rows of logits. ``values``: their logits."""
+    """The most likely tokens of rows of logits, int64 ``[...]``, and ``values``, their logits."""
 
     tokens: torch.Tensor
     values: torch.Tensor

@@ -1,1 +1,1 @@
-"""Attention in its five forms: of windows, latents, prompts, packed rows and training-time test."""
+"""Attention in its five forms: of windows, latents, prompts, packed sequences and training-time test."""

@@ -1,4 +1,4 @@
-"""How a layer's attention differs from plain causal attention: what every operation over keys takes."""
+"""How a layer's attention differs from plain causal attention: an argument of every operation over keys."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,15 +21,21 @@ class Limits(NamedTuple):
 
     def first(self, position: int) -> int:
         """First position that a query at ``position`` attends to."""
-        first = max(position + 1 - self.window, 0) if self.window else 0
-        return max(first, position // self.chunk * self.chunk) if self.chunk else first
+        first = 0
+        if self.window:
+            first = max(position + 1 - self.window, 0)
+        if self.chunk:
+            first = max(first, position // self.chunk * self.chunk)
+        return first
 
     def firsts(self, positions: torch.Tensor) -> torch.Tensor:
         """:meth:`first` of int64 ``positions``."""
         firsts = torch.zeros_like(positions)
         if self.window:
             firsts = (positions + 1 - self.window).clamp(min=0)
-        return torch.maximum(firsts, positions // self.chunk * self.chunk) if self.chunk else firsts
+        if self.chunk:
+            firsts = torch.maximum(firsts, positions // self.chunk * self.chunk)
+        return firsts
 
     def span(self, num_queries: int) -> int | None:
         """Most positions that ``num_queries`` consecutive queries attend to together; None for all."""
@@ -68,10 +74,15 @@ class AttentionVariant:
 
     def __str__(self) -> str:
         parts = [f"scale {self.scale:.4g}"]
-        parts += [f"window {self.limits.window}"] * bool(self.limits.window)
-        parts += [f"chunk {self.limits.chunk}"] * bool(self.limits.chunk)
-        parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
-        return ", ".join(parts + ["sinks"] * (self.sinks is not None))
+        if self.limits.window:
+            parts.append(f"window {self.limits.window}")
+        if self.limits.chunk:
+            parts.append(f"chunk {self.limits.chunk}")
+        if self.soft_cap:
+            parts.append(f"soft cap {self.soft_cap:g}")
+        if self.sinks is not None:
+            parts.append("sinks")
+        return ", ".join(parts)
 
 
 def as_variant(variant: AttentionVariant | float) -> AttentionVariant:
@@ -90,11 +101,11 @@ def count_bits(bits: torch.Tensor) -> torch.Tensor:
 def seen_within(
     limits: Limits, prefix_lens: torch.Tensor, ancestors: torch.Tensor, num_keys: int, columns: torch.Tensor
 ) -> torch.Tensor:
-    """Which keys the limits let the nodes of windows attend to.
+    """Which keys are within the limits of the nodes of windows.
 
-    A node's position is its depth behind the prefix, and the positions of its ancestors are counted back from
-    it: those behind ancestor j are the set bits above bit j, up to its own. Keys behind its own (of a block
-    that attends both ways) are within every limit.
+    A node's position is the prefix's length plus the number of its ancestors. The position of its ancestor j
+    is counted back from there: the ancestors behind j are the set bits above bit j, up to the node's own.
+    Keys behind the node's own (of a block that attends both ways) are within every limit.
 
     Args:
         prefix_lens: int64 ``[B]``.
@@ -105,11 +116,14 @@ def seen_within(
     Returns:
         bool ``[B, N, C]``; of no meaning where a key is no ancestor.
     """
+    # Positions of the nodes.
     nodes = ancestors.shape[1]
-    own = torch.arange(num_keys - nodes, num_keys, device=ancestors.device)
-    before = ancestors & ((torch.ones_like(own) << own << 1) - 1)
+    own_key = torch.arange(num_keys - nodes, num_keys, device=ancestors.device)
+    before = ancestors & ((torch.ones_like(own_key) << own_key << 1) - 1)
     position = prefix_lens[:, None] + count_bits(before) - 1
+
+    # Positions of the keys, as each node counts them.
     key = columns - prefix_lens[:, None]
     behind = ((before >> 1) & ALL_BUT_SIGN)[:, :, None] >> key.clamp(0, 63)[:, None]
-    place = torch.where((key < 0)[:, None], columns, position[:, :, None] - count_bits(behind))
-    return place >= limits.firsts(position)[:, :, None]
+    key_position = torch.where((key < 0)[:, None], columns, position[:, :, None] - count_bits(behind))
+    return key_position >= limits.firsts(position)[:, :, None]

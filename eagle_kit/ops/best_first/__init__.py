@@ -1,5 +1,7 @@
 """Tree of the most likely paths through the candidates of a draft that makes all depths in one pass.
 
+The tree of a draft that grows step by step (EAGLE-2) is :mod:`eagle_kit.ops.tree_build`.
+
 Legend: B requests, S depths, K candidates of a depth, P 1 or K, N nodes of the window with the root.
 """
 
@@ -21,8 +23,8 @@ def best_first(
     *,
     backend: Backend | None = None,
 ) -> Tree:
-    """Add the most likely node whose parent is there, N - 1 times: the N - 1 best of all K^S paths and their
-    beginnings. Nodes lie in the order of their probability; among equals the child of the earlier parent
+    """Select the N - 1 most likely nodes of all K^S paths, one by one: the best whose parent is in
+    the window. Nodes lie in the order of their probability; among equals the child of the earlier parent
     comes first, and of one parent the earlier candidate.
 
     Every node may be extended by every candidate of the next depth, which costs no forward, so no beam limits
@@ -37,9 +39,9 @@ def best_first(
         shape: S, K and N.
     """
     assert tokens.shape[1:] == (shape.steps, shape.topk) and scores.shape[2] in (1, shape.topk)
-    form: Any = reference
+    implementation: Any = reference
     if uses_triton(scores, backend):
         from eagle_kit.ops.best_first import triton
 
-        form = triton
-    return form.best_first(roots, tokens.contiguous(), scores.contiguous(), shape.tokens)
+        implementation = triton
+    return implementation.best_first(roots, tokens.contiguous(), scores.contiguous(), shape.tokens)

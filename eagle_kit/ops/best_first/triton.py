@@ -7,7 +7,8 @@ scores at most, by four warps, and no depth waits for a forward.
 
 Bytes: 4 S P K + 8 S K per request at most, in cache after the first round.
 
-Legend: B requests, S depths, K candidates of a depth, P 1 or K, N nodes of the window with the root.
+Legend: B requests, S depths, K candidates of a depth, P 1 or K, N nodes of the window with the root. In the
+kernel: ``b`` a request, ``i`` entries of the frontier, child c of node n at n K + c, ``n`` nodes.
 """
 
 import torch
@@ -20,48 +21,58 @@ _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
-def _gains(scores, at, inside):
+def _log_probs(scores, offset, mask):
     """Load log-probabilities, NaN and -inf as the lowest number."""
-    gain = tl.load(scores + at, inside, 0.0)
-    return tl.maximum(tl.where(gain == gain, gain, _LOWEST), _LOWEST)
+    log_prob = tl.load(scores + offset, mask, 0.0)
+    return tl.maximum(tl.where(log_prob == log_prob, log_prob, _LOWEST), _LOWEST)
 
 
 @triton.jit(do_not_specialize=["steps", "nodes"])
 def _best_first(roots, tokens, scores, window_tokens, window_parents, window_depths, window_ancestors, steps,
                 nodes, TOPK: tl.constexpr, GIVEN: tl.constexpr, NODES: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
+    """Search the tree of one request. Grid ``(B,)``; GIVEN is P."""
+    # The frontier has the root's children; the window has the root.
     b = tl.program_id(0).to(tl.int64)
-    i, n = tl.arange(0, BLOCK), tl.arange(0, NODES)
+    i = tl.arange(0, BLOCK)
+    n = tl.arange(0, NODES)
     scores += b * steps * GIVEN * TOPK
     tokens += b * steps * TOPK
-    out = b * nodes
-    frontier = tl.where(i < TOPK, tl.minimum(_gains(scores, i, i < TOPK), 0.0), float("-inf"))
-    depths, ancestors = tl.zeros([NODES], tl.int32), tl.full([NODES], 1, tl.int64)
+    first = b * nodes
+    frontier = tl.where(i < TOPK, tl.minimum(_log_probs(scores, i, i < TOPK), 0.0), float("-inf"))
+    depths = tl.zeros([NODES], tl.int32)
+    ancestors = tl.full([NODES], 1, tl.int64)
     zero = tl.zeros((), tl.int64)
-    tl.store(window_tokens + out, tl.load(roots + b))
-    tl.store(window_parents + out, zero)
-    tl.store(window_depths + out, zero)
-    tl.store(window_ancestors + out, zero + 1)
+    tl.store(window_tokens + first, tl.load(roots + b))
+    tl.store(window_parents + first, zero)
+    tl.store(window_depths + first, zero)
+    tl.store(window_ancestors + first, zero + 1)
     for node in range(1, nodes):
-        score, at = tl.max(frontier, 0, return_indices=True)
-        parent, candidate = at // TOPK, at % TOPK
-        above = n == parent
-        before = tl.sum(tl.where(above, depths, 0), 0)
-        depth = before + 1
-        bits = tl.sum(tl.where(above, ancestors, 0), 0) | (zero + 1 << node)
-        tl.store(window_tokens + out + node, tl.load(tokens + before * TOPK + candidate))
-        tl.store(window_parents + out + node, parent.to(tl.int64))
-        tl.store(window_depths + out + node, depth.to(tl.int64))
-        tl.store(window_ancestors + out + node, bits)
+        # Take the best of the frontier, and read its parent's depth and ancestors.
+        score, best = tl.max(frontier, 0, return_indices=True)
+        parent = best // TOPK
+        candidate = best % TOPK
+        is_parent = n == parent
+        parent_depth = tl.sum(tl.where(is_parent, depths, 0), 0)
+        depth = parent_depth + 1
+        bits = tl.sum(tl.where(is_parent, ancestors, 0), 0) | (zero + 1 << node)
+
+        # Store it.
+        tl.store(window_tokens + first + node, tl.load(tokens + parent_depth * TOPK + candidate))
+        tl.store(window_parents + first + node, parent.to(tl.int64))
+        tl.store(window_depths + first + node, depth.to(tl.int64))
+        tl.store(window_ancestors + first + node, bits)
         depths = tl.where(n == node, depth, depths)
         ancestors = tl.where(n == node, bits, ancestors)
+
+        # Add its children to the frontier, unless it is at the last depth. They are no better than it.
         child = i - node * TOPK
         is_child = (child >= 0) & (child < TOPK) & (depth + tl.zeros_like(i) < steps)
         given = candidate if GIVEN > 1 else 0
-        gain = _gains(scores, (depth * GIVEN + given) * TOPK + child, is_child)
-        gained = tl.minimum(tl.maximum(score + gain, _LOWEST), score)
-        frontier = tl.where(i == at, float("-inf"), frontier)
-        frontier = tl.where(is_child, gained, frontier)
+        log_prob = _log_probs(scores, (depth * GIVEN + given) * TOPK + child, is_child)
+        child_score = tl.minimum(tl.maximum(score + log_prob, _LOWEST), score)
+        frontier = tl.where(i == best, float("-inf"), frontier)
+        frontier = tl.where(is_child, child_score, frontier)
 
 
 def _block(nodes: int, topk: int) -> int:
@@ -74,16 +85,17 @@ def _num_warps(block: int) -> int:
 
 
 Window = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Fields of a :class:`~eagle_kit.ops.tree_build.Tree`."""
 
 
-def _window(roots: torch.Tensor, nodes: int) -> Window:
+def _empty_window(roots: torch.Tensor, nodes: int) -> Window:
     tokens, parents, depths, ancestors = (roots.new_empty(len(roots), nodes) for _ in range(4))
     return tokens, parents, depths, ancestors
 
 
 @torch.library.custom_op("eagle_kit::best_first", mutates_args=())
 def _search(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, nodes: int) -> Window:
-    out = _window(roots, nodes)
+    out = _empty_window(roots, nodes)
     b, steps, topk = tokens.shape
     block = _block(nodes, topk)
     if b:
@@ -96,7 +108,7 @@ def _search(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, nod
 
 @_search.register_fake
 def _(roots, tokens, scores, nodes):
-    return _window(roots, nodes)
+    return _empty_window(roots, nodes)
 
 
 def best_first(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, nodes: int) -> Tree:

@@ -38,19 +38,21 @@ def commit_path(
         "v must have the shape and dtype of k"
     )
     if uses_cpp(k, v, backend=backend):
-        table, path, first, counts = (
-            each.contiguous() for each in (page_table, nodes, first_position, num_committed)
-        )
-        for store in (k, v) if v is not None else (k,):
-            torch.ops.eagle_kit_cpp.commit_rows(
-                store, table, page_size, path, first, counts, scratch_start, scratch_stride
-            )
+        table = page_table.contiguous()
+        path = nodes.contiguous()
+        first = first_position.contiguous()
+        counts = num_committed.contiguous()
+        for store in (k, v):
+            if store is not None:
+                torch.ops.eagle_kit_cpp.commit_rows(
+                    store, table, page_size, path, first, counts, scratch_start, scratch_stride
+                )
         return
-    form: Any = reference
+    implementation: Any = reference
     if uses_triton(k, backend):
         from eagle_kit.ops.commit import triton
 
-        form = triton
-    form.commit_path(
+        implementation = triton
+    implementation.commit_path(
         k, v, page_table, page_size, nodes, first_position, num_committed, scratch_start, scratch_stride
     )

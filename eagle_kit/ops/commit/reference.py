@@ -18,16 +18,18 @@ def commit_path(
     scratch_stride: int,
 ) -> None:
     """Copy the first ``num_committed [B]`` of ``nodes [B, n]``; the others copy a scratch row onto itself."""
+    # Rows of the scratch, and rows of the pages that they are copied to.
     b, n = nodes.shape
     offset = torch.arange(n, device=nodes.device)
-    kept = offset < num_committed[:, None]
+    is_committed = offset < num_committed[:, None]
     scratch = scratch_start + torch.arange(b, device=nodes.device)[:, None] * scratch_stride
-    source = (scratch + torch.where(kept, nodes, 0)).view(-1)
+    source = (scratch + torch.where(is_committed, nodes, 0)).view(-1)
     position = first_position[:, None] + offset
-    page = torch.where(kept, position // page_size, 0)
-    slot = page_table.gather(1, page) * page_size + position % page_size
-    target = torch.where(kept.view(-1), slot.view(-1), source)
+    page = torch.where(is_committed, position // page_size, 0)
+    row = page_table.gather(1, page) * page_size + position % page_size
+    target = torch.where(is_committed.view(-1), row.view(-1), source)
+
     for store in (k, v):
         if store is not None:
-            held = store.view(torch.uint8) if store.element_size() == 1 else store  # torch cannot index fp8
-            held.index_copy_(-2, target, held.index_select(-2, source))
+            rows = store.view(torch.uint8) if store.element_size() == 1 else store  # torch cannot index fp8
+            rows.index_copy_(-2, target, rows.index_select(-2, source))

@@ -5,6 +5,9 @@ planes, as words of up to 8 bytes, two of which make the 16 bytes that a thread 
 is one kernel. The row arithmetic of :func:`commit_path` is the kernel's own: nothing is launched before it.
 
 Bytes: 2 planes * D elements per row and tensor, read and written.
+
+Legend: B requests, P pages of a table, n nodes per request, R rows, D head size. In the kernel: ``j`` a node
+of the path, ``i`` words of the row over all planes.
 """
 
 import torch
@@ -39,14 +42,18 @@ def _commit_path(
     HAS_V: tl.constexpr,
     SIZE: tl.constexpr,
 ):
+    """Copy a piece of one node's row, if the node is committed. Grid ``(B * n, pieces of all planes)``."""
     request = tl.program_id(0) // num_nodes
     j = tl.program_id(0) % num_nodes
     if j < tl.load(num_committed + request):
+        # The rows in scratch and in the page.
         position = tl.load(first_position + request).to(tl.int64) + j
         page = tl.load(page_table + request * table_stride + position // PAGE_SIZE).to(tl.int64)
         node = tl.load(nodes + request * node_stride_b + j * node_stride_n).to(tl.int64)
         source = scratch_start + request * scratch_stride + node
         target = page * PAGE_SIZE + position % PAGE_SIZE
+
+        # Copy the words of this piece.
         i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
         inside = i < num_planes * WORDS
         plane = (i // WORDS).to(tl.int64)
@@ -84,18 +91,19 @@ def commit_path(
     any strides."""
     if nodes.numel() == 0 or k.numel() == 0:
         return
-    held = _words(k)
-    num_rows, size = held.shape[-2:]
-    num_planes = held.numel() // (num_rows * size)
+    k_words = _words(k)
+    num_rows, size = k_words.shape[-2:]
+    num_planes = k_words.numel() // (num_rows * size)
     _commit_path[(nodes.numel(), triton.cdiv(num_planes * size, BLOCK))](
-        held,
-        held if v is None else _words(v),
+        k_words,
+        k_words if v is None else _words(v),
         page_table,
         nodes,
         first_position.contiguous(),
         num_committed.contiguous(),
         page_table.stride(0),
-        *nodes.stride(),
+        nodes.stride(0),
+        nodes.stride(1),
         scratch_start,
         scratch_stride,
         nodes.shape[1],

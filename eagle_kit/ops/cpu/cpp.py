@@ -1,15 +1,15 @@
 """Operations in C++ for fp32 on a CPU, and copies of rows of any type (``csrc``), compiled for this machine
-when they are first needed.
+at first use.
 
-A token's results depend on that token and what it attends to alone, to the bit: a product's sum runs over its
-terms in their order, whatever the number of rows, the batch, the chunk of a prompt, the pages or the threads,
-and a node of a tree sums over its ancestors as plain decoding does over its tokens. (Among finite numbers:
-what is not seen is multiplied by zero.) Weights are read once for all rows of a window, and keys where they
-lie.
+The bits of a token's results depend only on the token and on what it attends to. A sum runs over its terms in
+their order, whatever the number of rows, the batch, the chunk of a prompt, the pages or the threads, and a
+node of a tree sums over its ancestors as plain decoding does over its tokens. (This holds for finite numbers:
+keys that are not seen are multiplied by zero.) Weights are read once for all rows of a window, and keys in
+place.
 
-They need a C++ compiler for C++20: ``CXX``, or ``c++``. Where there is none, or with ``EAGLE_KIT_CPP=0``,
-torch's operations do the same more slowly. What was compiled is kept in ``EAGLE_KIT_CPP``, or ``cpp`` of the
-cache folder. Tried with GCC 12 on Linux, and compiled by clang.
+The operations need a compiler for C++20: ``CXX``, or ``c++``. Without one, or with ``EAGLE_KIT_CPP=0``,
+torch's operations do the same more slowly. The library is kept in ``EAGLE_KIT_CPP``, or in ``cpp`` of the
+cache folder. Tested with GCC 12 on Linux; clang compiles it too.
 """
 
 import hashlib
@@ -48,27 +48,30 @@ ANOTHER_COMPILER = "Set CXX to a C++ compiler for C++20."
 REMOVE_CAUSE = "Remove that cause, or set CXX to a C++ compiler for C++20."
 SOURCE_ERROR = re.compile(r":\d+(:\d+)?: error: ")
 """An error at a place of a source. Fatal errors are of files that cannot be written or found."""
-COMPARED_ROWS, MANY_ROWS, COMPARED_TERMS = 29, 97, 200
-"""As many rows as two blocks of the products have, and more; as many as have blocks that fetch nothing; and
-as many terms as two chunks have, and more."""
+COMPARED_ROWS = 29
+"""Numbers of rows that are compared, from 1: more than two blocks of a product have."""
+MANY_ROWS = 97
+"""Another number of rows that is compared: enough for blocks that prefetch nothing."""
+COMPARED_TERMS = 200
+"""Terms of the compared products: more than two chunks of a product have."""
 
 
 @cache
 def available() -> bool:
-    """Return whether the operations are at hand, as ``torch.ops.eagle_kit_cpp``; compiles them where this
-    machine has not, which takes some seconds, and warns where it cannot."""
-    found = problem()
-    if found is not None and not _is_refused():
-        warnings.warn(f"Decoding on this CPU is slower than it could be. {found}", stacklevel=2)
-    return found is None
+    """Return whether the operations are available as ``torch.ops.eagle_kit_cpp``. Compiles them if this
+    machine has not yet, which takes some seconds, and warns if it cannot."""
+    error = problem()
+    if error is not None and not _is_disabled():
+        warnings.warn(f"Decoding on this CPU is slower than it could be. {error}", stacklevel=2)
+    return error is None
 
 
 @cache
 def problem() -> UserError | None:
-    """Say why the operations are not at hand; None where they are."""
-    if _is_refused():
+    """Return why the operations are not available, or None if they are."""
+    if _is_disabled():
         return UserError("EAGLE_KIT_CPP is 0.", "Unset it.")
-    if not hasattr(torch.ops.eagle_kit_cpp, "linear"):  # two copies in a process cannot be
+    if not hasattr(torch.ops.eagle_kit_cpp, "linear"):  # a process cannot load two copies
         try:
             _load(shlex.split(os.environ.get("CXX", "")) or _default_compiler())
         except UserError as error:
@@ -82,41 +85,41 @@ def problem() -> UserError | None:
 
 
 def is_loaded() -> bool:
-    """Return True if the operations are at hand already."""
+    """Return True if the operations are loaded already."""
     return hasattr(torch.ops.eagle_kit_cpp, "linear") and available()
 
 
 def compiled_folder() -> Path:
-    """Folder of what was compiled: ``EAGLE_KIT_CPP``, or ``cpp`` of the cache folder."""
-    place = os.environ.get("EAGLE_KIT_CPP")
-    return expand(place) if place else cache_folder() / "cpp"
+    """Folder of the compiled library: ``EAGLE_KIT_CPP``, or ``cpp`` of the cache folder."""
+    folder = os.environ.get("EAGLE_KIT_CPP")
+    return expand(folder) if folder else cache_folder() / "cpp"
 
 
 def halves_in_turns(panels: torch.Tensor) -> torch.Tensor:
-    """Order panels ``[P, K, W]`` as those of bfloat16 are read: numbers of the two halves of W in turns."""
+    """Order panels ``[P, K, W]`` as bfloat16 panels are read: numbers of the two halves of W alternate."""
     return panels.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
 
 
-def _is_refused() -> bool:
+def _is_disabled() -> bool:
     return os.environ.get("EAGLE_KIT_CPP") == "0"
 
 
 def _default_compiler() -> list[str]:
-    found = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
-    if found is None:
-        raise RuntimeError("there is no C++ compiler")
-    return [found]
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise RuntimeError("there is no C++ compiler")
 
 
 def _load(compiler: list[str]) -> None:
-    """Load the library for this machine, compiled where the cache has none that can be loaded.
+    """Load the library for this machine, and compile it if the folder has none that can be loaded.
 
-    Only what this user or root has written is loaded, from a folder in which nobody else can write.
+    Only a library that this user or root has written is loaded, from a folder in which nobody else can write.
 
     Raises:
         UserError: others can write to the folder, or the compiler does not take the sources.
-        RuntimeError: the compiler fails for another reason, which may not be there the next time.
-        OSError: the folder cannot be written, or what was compiled cannot be loaded.
+        RuntimeError: the compiler fails for another reason, which may be gone the next time.
+        OSError: the folder cannot be written, or the library cannot be loaded.
     """
     # The library and its folder.
     command = [*compiler, *_flags()]
@@ -126,13 +129,14 @@ def _load(compiler: list[str]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if (reason := why_unsafe(folder)) is not None:
+    reason = why_unsafe(folder)
+    if reason is not None:
         raise UserError(
             f"The folder of compiled operations, {folder}, is not used, since {reason}.",
             "Take that access away, or set EAGLE_KIT_CPP to a folder that is yours alone.",
         )
 
-    # It is compiled once, and again where it is of another system, or cut off.
+    # Compile it once, and again if it cannot be loaded: it may be of another system, or truncated.
     for attempt in range(2):
         if not _is_ours(library):
             with taking_turns(library):
@@ -147,8 +151,11 @@ def _load(compiler: list[str]) -> None:
 
 
 def _compile_once(command: list[str], library: Path) -> None:
-    """Compile where another process has not meanwhile, and note an error in the sources, which would come
-    again each time. Any other failure, such as a full disk or a compiler that was killed, is not noted."""
+    """Compile unless another process has meanwhile.
+
+    An error in the sources, which every attempt would repeat, is remembered in a file ``.failed``. Any other
+    failure, such as a full disk or a compiler that was killed, is not.
+    """
     if _is_ours(library):
         return
     failed = library.with_suffix(".failed")
@@ -159,7 +166,7 @@ def _compile_once(command: list[str], library: Path) -> None:
     try:
         _compile(command, library)
     except SourceError as error:
-        with suppress(OSError):  # then it is found again the next time
+        with suppress(OSError):  # without the file, the next attempt finds the error again
             write_text_atomically(failed, str(error))
             failed.chmod(0o644)
         raise _refuses_sources(str(error), failed) from None
@@ -196,14 +203,17 @@ class SourceError(RuntimeError):
 
 
 def _run(command: list[str]) -> str:
-    """Run a compiler -> what it says. Raises RuntimeError with its first error, and OSError."""
+    """Run a compiler and return its output. Raises RuntimeError with its first error, and OSError."""
     environment = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
     if done.returncode:
         lines = done.stderr.splitlines()
-        said = next((line for line in lines if "error" in line), lines[0] if lines else "it says nothing")
-        is_of_source = done.returncode > 0 and SOURCE_ERROR.search(said)
-        raise (SourceError if is_of_source else RuntimeError)(f"{command[0]} fails: {said.strip()}")
+        first_line = lines[0] if lines else "it says nothing"
+        error = next((line for line in lines if "error" in line), first_line)
+        message = f"{command[0]} fails: {error.strip()}"
+        if done.returncode > 0 and SOURCE_ERROR.search(error):
+            raise SourceError(message)
+        raise RuntimeError(message)
     return done.stdout
 
 
@@ -225,34 +235,39 @@ def _torch() -> Path:
 
 
 def _key(command: list[str]) -> str:
-    """Name of what is compiled: sources, compiler, torch, system, and what kind of processor this is."""
+    """Name of a library: a hash of sources, compiler, torch, system and processor."""
     parts = [(FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)]
     parts += [*command, torch.__version__, platform.machine(), *platform.libc_ver(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 def _processor() -> str:
-    """What instructions the processor has, or which machine this is; homes are shared by machines of several
-    kinds."""
+    """The processor's instruction sets, or else the name of the machine: machines of several kinds may share
+    a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.node()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.node())
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            return line
+    return platform.node()
 
 
 def _sums_in_one_order() -> bool:
     """Return whether a row of a product has the same bits in any number of rows and from weights of either
-    type, as the sources are written for: a compiler is free to fuse a multiplication and an addition in one
-    place and not in another."""
+    type. The sources are written for it, but a compiler is free to fuse a multiplication and an addition in
+    one place and not in another."""
     with _disable_current_modes():  # real tensors, where the caller's are fake, counted or recorded
         generator = torch.Generator().manual_seed(0)
         width = torch.ops.eagle_kit_cpp.panel_width()
         x = torch.randn(MANY_ROWS, COMPARED_TERMS, generator=generator, device="cpu")
-        short = torch.randn(2, COMPARED_TERMS, width, generator=generator, device="cpu").bfloat16()
-        panels = short.float(), halves_in_turns(short)
+        weight = torch.randn(2, COMPARED_TERMS, width, generator=generator, device="cpu").bfloat16()
+        fp32_panels = weight.float()
         product = torch.ops.eagle_kit_cpp.linear
-        whole = product(x, panels[0], 2 * width, None)
-        counts = *range(1, COMPARED_ROWS + 1), MANY_ROWS
-        products = ((product(x[:n], part, 2 * width, None), whole[:n]) for n in counts for part in panels)
-        return all(torch.equal(*pair) for pair in products)
+        expected = product(x, fp32_panels, 2 * width, None)
+        for num_rows in (*range(1, COMPARED_ROWS + 1), MANY_ROWS):
+            for panels in (fp32_panels, halves_in_turns(weight)):
+                if not torch.equal(product(x[:num_rows], panels, 2 * width, None), expected[:num_rows]):
+                    return False
+        return True

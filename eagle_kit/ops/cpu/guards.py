@@ -40,8 +40,8 @@ library.impl("bits_as", _bits_as, "CPU")
 
 
 class Guard(NamedTuple):
-    """A recorded branch: ``choice`` of the numbers in ``tensor``, int64 ``[B]``, was ``found`` after
-    ``position`` recorded operations."""
+    """A recorded branch: ``choice`` of the numbers in ``tensor``, int64 ``[B]``, had the result ``found``
+    after ``position`` recorded operations."""
 
     tensor: torch.Tensor
     choice: Choice
@@ -78,11 +78,11 @@ def guarded_choice(tensor: torch.Tensor, choice: Choice) -> tuple[int, ...]:
     return found
 
 
-def keep_alive(thing: object) -> None:
-    """Keep ``thing``, which an operation refers to by number, alive as long as the recording."""
+def keep_alive(referent: object) -> None:
+    """Keep an object that an operation refers to by number alive as long as the recording."""
     context = _current_context.get()
     if context is not None:
-        context.held.append(thing)
+        context.held.append(referent)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Memory of processes with large tensors: settings of glibc's allocator, zeros that cost nothing yet, and
-large pages for weights."""
+"""Memory of processes with large tensors: settings of glibc's allocator, zeros whose pages are allocated at
+first use, and large pages for weights."""
 
 import ctypes
 import mmap
@@ -11,21 +11,31 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+# Parameters of glibc's mallopt.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 _ODD = bytes(range(1, 256, 2))
 _addresses: "WeakKeyDictionary[mmap.mmap, int]" = WeakKeyDictionary()
-"""Of the zeros that are in use somewhere."""
-_LARGE_PAGE, _LINE = 2 << 20, 64
+"""Addresses of the mappings of :func:`zeros_when_used` that are alive."""
+_LARGE_PAGE = 2 << 20
+_LINE = 64
+"""Bytes of a line of the cache."""
 _CHUNK = 16 * _LARGE_PAGE
+"""Bytes of a mapping that several tensors share."""
 
 
 class _Chunk(mmap.mmap):
-    """Memory in which tensors lie one behind another; it is there as long as one of them is."""
+    """Memory in which tensors lie one behind another, alive as long as one of them is.
+
+    Attributes:
+        used: bytes that are taken, from the beginning.
+    """
 
     used = 0
 
 
 _chunks: "WeakSet[_Chunk]" = WeakSet()
+"""Chunks that may have room for another tensor."""
 _chunks_lock = threading.Lock()
 
 
@@ -63,8 +73,10 @@ def release_free_memory() -> bool:
 def zeros_when_used(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Allocate zeros. On a CPU their pages take memory, and time, when they are first read or written:
-    ``torch.zeros`` writes them all, which takes a third of a second per GB and more on a busy machine.
+    """Allocate zeros. On a CPU their pages take memory and time when they are first read or written.
+
+    ``torch.zeros`` writes all pages at once, which takes a third of a second per GB, and more on a busy
+    machine.
 
     Raises:
         OSError: the system refuses so much memory.
@@ -80,8 +92,8 @@ def zeros_when_used(
 
 
 def promised_memory() -> int:
-    """Bytes of :func:`zeros_when_used` in this process that were not used yet, and so count as free in the
-    system's books; all of them where the system does not tell."""
+    """Bytes of :func:`zeros_when_used` in this process that were not used yet, and that the system therefore
+    counts as free; all of them if the system does not say which were used."""
     return sum(len(pages) - _resident(address, len(pages)) for pages, address in list(_addresses.items()))
 
 
@@ -92,15 +104,18 @@ def _resident(address: int, size: int) -> int:
         failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), flags)
     except (OSError, AttributeError):
         return 0
-    absent = flags.raw.translate(None, _ODD)  # the lowest bit tells, the others are reserved
-    return 0 if failed else min(size, (len(flags) - len(absent)) * mmap.PAGESIZE)
+    if failed:
+        return 0
+    absent = flags.raw.translate(None, _ODD)  # the lowest bit of a page's byte is set if it is resident
+    return min(size, (len(flags) - len(absent)) * mmap.PAGESIZE)
 
 
 def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of a CPU, contiguous, to memory that Linux may give in pages of 2 MiB
-    (``transparent_hugepage`` ``madvise`` or ``always``), beside others that were copied before: few
-    addresses of pages have to be looked up, and hardware that fetches ahead does not stop every 4 KiB. The
-    tensor itself where the system gives no such memory.
+    """Copy a contiguous tensor on a CPU to memory that Linux may give in pages of 2 MiB
+    (``transparent_hugepage`` ``madvise`` or ``always``). Tensors that fit share such memory.
+
+    With large pages there are fewer address translations, and hardware prefetching does not stop every
+    4 KiB. Returns the tensor itself if the system gives no such memory.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or tensor.device.type != "cpu" or not tensor.numel() or is_in_torch_dispatch_mode():
@@ -108,16 +123,19 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
     with _chunks_lock:
         chunk = next((each for each in _chunks if len(each) - each.used >= tensor.nbytes), None)
         if chunk is None:
-            is_shared = tensor.nbytes <= _CHUNK // 2  # or it would be kept by a small one behind it
+            # A large tensor gets memory of its own: a small one behind it would keep it alive.
+            is_shared = tensor.nbytes <= _CHUNK // 2
             size = _CHUNK if is_shared else -(-tensor.nbytes // _LARGE_PAGE) * _LARGE_PAGE
             try:
                 chunk = _Chunk(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 chunk.madvise(advice)
             except OSError:
                 return tensor
+            # Tensors begin at a large page.
             chunk.used = -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % _LARGE_PAGE
             if is_shared:
                 _chunks.add(chunk)
-        place, chunk.used = chunk.used, chunk.used + -(-tensor.nbytes // _LINE) * _LINE
-    numbers = torch.frombuffer(chunk, dtype=tensor.dtype, count=tensor.numel(), offset=place)
-    return numbers.view(tensor.shape).copy_(tensor)
+        offset = chunk.used
+        chunk.used += -(-tensor.nbytes // _LINE) * _LINE
+    copy = torch.frombuffer(chunk, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+    return copy.view(tensor.shape).copy_(tensor)

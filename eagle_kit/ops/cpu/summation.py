@@ -1,9 +1,9 @@
-"""Sizes at which matmuls on a CPU add up in one order, so that a token's bits do not depend on the window,
-chunk or batch that it is computed in.
+"""Sizes of matmuls on a CPU for which sums have one order, so that a token's bits do not depend on the
+window, chunk or batch in which it is computed.
 
-Found by comparing MKL's fp32 products of all sizes with AVX2 (as on AMD) and AVX-512 (on Intel);
-``tests/kv`` holds attention to them. With AVX2 as many terms as fit are added up in runs of 384. With AVX-512
-the last 385 to 767 terms of a sum are two halves, and two threads may share the terms of a single matrix.
+They were found by comparing MKL's fp32 products of all sizes with AVX2 (as on AMD) and AVX-512 (on Intel);
+``tests/kv`` tests attention with them. With AVX2, terms are added up in runs of 384. With AVX-512 the last
+385 to 767 terms of a sum are two halves, and two threads may share the terms of a single matrix.
 """
 
 from functools import cache
@@ -13,10 +13,12 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-FEW_ROWS, MOST_LEAST_ROWS = 4, 16
-"""Rows from which on BLAS adds up as for many rows: with AVX2, and in any case."""
+FEW_ROWS = 4
+"""Number of rows from which on BLAS adds up as for many rows, with AVX2."""
+MOST_LEAST_ROWS = 16
+"""Number of rows from which on BLAS adds up as for many rows on every processor."""
 SPLIT_TERMS = 384
-"""Terms that BLAS adds up in one go. Between half of it and this, it takes two halves."""
+"""Terms that BLAS adds up in one run. Numbers of terms between half of it and all of it are two halves."""
 COLUMNS = 64
 """Numbers of columns are rounded up to a multiple of this."""
 
@@ -32,7 +34,9 @@ def least_rows(terms: int, matrices: int) -> int:
     more, in a product of ``matrices`` pairs. The rows of a single matrix are shared by threads."""
     if matrices == 1:
         return MOST_LEAST_ROWS
-    return FEW_ROWS if _adds_in_runs() else min(MOST_LEAST_ROWS, max(FEW_ROWS, terms // 24 + 2))
+    if _adds_in_runs():
+        return FEW_ROWS
+    return min(MOST_LEAST_ROWS, max(FEW_ROWS, terms // 24 + 2))
 
 
 def pad_rows(matrices: torch.Tensor) -> torch.Tensor:

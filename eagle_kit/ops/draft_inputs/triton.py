@@ -2,6 +2,8 @@
 and writes it to its half of the result; where features are gathered, it also writes the row as it is.
 
 Bytes: 2 T H elements read and 3 T H written. Rounded as ``norm/triton.py`` rounds.
+
+Legend: R rows of features, T rows of the step, H hidden, V vocabulary.
 """
 
 import torch
@@ -14,6 +16,8 @@ from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
 @triton.jit
 def _draft_inputs(features, feature_rows, tokens, embedding, token_norm, feature_norm, out, taken, eps, size,
                   GATHERS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Norm one row of the embedding or of the features. Grid ``(T, 2)``."""
+    # Load the row, and the weight of its norm.
     wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     is_feature = tl.program_id(1)
@@ -30,6 +34,8 @@ def _draft_inputs(features, feature_rows, tokens, embedding, token_norm, feature
     else:
         value = tl.load(embedding + tl.load(tokens + row) * size + i, inside, 0.0)
         weight = tl.load(token_norm + i, inside, 0.0)
+
+    # Norm it, into its half of the result.
     kind: tl.constexpr = features.dtype.element_ty
     wide = value.to(tl.float32)
     normed = wide * (1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / size + eps))
@@ -46,7 +52,9 @@ def _num_warps(block: int) -> int:
 def _outputs(
     features: torch.Tensor, feature_rows: torch.Tensor | None, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    count, size = len(tokens), features.shape[1]
+    """Uninitialised results."""
+    count = len(tokens)
+    size = features.shape[1]
     taken = features.new_empty(0 if feature_rows is None else count, size)
     return features.new_empty(count, 2 * size), taken
 

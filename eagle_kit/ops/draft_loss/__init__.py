@@ -21,6 +21,7 @@ NEEDS_MASS = ("tv", "lk-alpha", "lk-hybrid")
 """Losses in terms of the acceptance rate, which depends on the target's probability outside the draft
 vocabulary."""
 ENTROPY_ROWS = 256
+"""Teacher positions whose entropies are computed at a time."""
 
 
 def linear_draft_loss(
@@ -30,7 +31,7 @@ def linear_draft_loss(
     *,
     loss: str | Mapping[str, float] = "ce",
     eta: float = 3.0,
-    tells_acceptance: bool = False,
+    returns_acceptance: bool = False,
     weight_grad: torch.Tensor | WeightGrads | None = None,
     chunk_rows: int | None = None,
     group_rows: int | None = None,
@@ -43,30 +44,46 @@ def linear_draft_loss(
         weight: ``[Vd, H]``, or several, see :mod:`eagle_kit.ops.soft_cross_entropy`.
         teacher: distributions, and the rows that learn from them; ``mass`` for the losses of
             :data:`NEEDS_MASS` and the acceptance rate.
-        loss: one of :mod:`eagle_kit.ops.draft_loss.reference`, or several with their weights, which cost
-            one pass too. ``ce``, ``kl`` and mixes of the two have a Triton form, the others are torch's
-            everywhere.
+        loss: one of :mod:`eagle_kit.ops.draft_loss.reference`, or several with their weights, which are
+            computed in one pass. ``ce``, ``kl`` and mixes of the two are also implemented in Triton, the
+            others in torch only.
         eta: of ``lk-hybrid``.
-        tells_acceptance: return ``acceptance`` of rows too, which has torch's form only.
+        returns_acceptance: also return ``acceptance`` of rows, which is implemented in torch only.
         weight_grad, chunk_rows, group_rows, backend: see :mod:`eagle_kit.ops.soft_cross_entropy`.
     """
     mix = {loss: 1.0} if isinstance(loss, str) else loss
-    is_cross = set(mix) <= {"ce", "kl"} and not tells_acceptance
-    cross = sum(mix.values()) if is_cross else 1.0
+
+    # Losses other than cross-entropies.
+    if returns_acceptance or not set(mix) <= {"ce", "kl"}:
+        return linear_soft_cross_entropy(
+            h,
+            weight,
+            teacher,
+            row_loss=row_loss(mix, eta, returns_acceptance=returns_acceptance),
+            weight_grad=weight_grad,
+            chunk_rows=chunk_rows,
+            group_rows=group_rows,
+            backend=backend,
+        )
+
+    # A cross-entropy, times the sum of the weights of both.
+    factor = sum(mix.values())
     result = linear_soft_cross_entropy(
         h,
         weight,
-        teacher if cross == 1.0 else replace(teacher, row_weights=teacher.row_weights * cross),
-        row_loss=None if is_cross else row_loss(mix, eta, tells_acceptance=tells_acceptance),
+        teacher if factor == 1.0 else replace(teacher, row_weights=teacher.row_weights * factor),
         weight_grad=weight_grad,
         chunk_rows=chunk_rows,
         group_rows=group_rows,
         backend=backend,
     )
-    result = result._replace(row_losses=result.row_losses * cross) if cross != 1.0 else result
-    if not is_cross or "kl" not in mix:
+    if factor != 1.0:
+        result = result._replace(row_losses=result.row_losses * factor)
+    if "kl" not in mix:
         return result
+
+    # The KL divergence is the cross-entropy without the teacher's entropy.
     entropies = torch.cat([entropy(part) for part in teacher.probs.split(ENTROPY_ROWS)])[teacher.index]
     entropies = entropies * mix["kl"]
-    divergence = result.loss - (entropies * result.row_weights / cross).sum()
+    divergence = result.loss - (entropies * result.row_weights / factor).sum()
     return result._replace(loss=divergence, row_losses=result.row_losses - entropies)

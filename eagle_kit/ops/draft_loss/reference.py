@@ -57,13 +57,13 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(p).sum(-1)
 
 
-def row_loss(mix: Mapping[str, float], eta: float, *, tells_acceptance: bool = False) -> RowLoss:
+def row_loss(mix: Mapping[str, float], eta: float, *, returns_acceptance: bool = False) -> RowLoss:
     """Loss of rows: the sum of the named losses of this module times their weights.
 
     Args:
         mix: name to weight.
         eta: of ``lk-hybrid``.
-        tells_acceptance: a, whatever the losses.
+        returns_acceptance: return a also where no loss needs it.
 
     Raises:
         ValueError: a name that is not one of these losses.
@@ -72,44 +72,56 @@ def row_loss(mix: Mapping[str, float], eta: float, *, tells_acceptance: bool = F
     if unknown:
         raise ValueError(f"unknown losses {', '.join(sorted(unknown))}; known are {', '.join(NAMES)}")
     ce, kl, reverse, tv, alpha, hybrid = (mix.get(name, 0.0) for name in NAMES)
-    learns_p, needs_kl = bool(ce or kl or hybrid), bool(kl or hybrid)
+    learns_p = bool(ce or kl or hybrid)
+    needs_kl = bool(kl or hybrid)
     learns_rate = bool(tv or alpha or hybrid)
 
     def rows(
         z: torch.Tensor, top: torch.Tensor, p: torch.Tensor, c: torch.Tensor, mass: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        # The cross-entropy and the KL divergence.
         log_q = z.sub_(torch.logsumexp(z, -1, keepdim=True))
         q = log_q.exp()
         cross = -torch.linalg.vecdot(p, log_q) if learns_p else torch.zeros_like(c)
         divergence = cross - entropy(p) if needs_kl else cross
         losses = ce * cross + kl * divergence
-        toward_p = torch.full_like(c, ce + kl)  # e
-        of_q = toward_p.clone()
-        below = overlap = rate = None
-        if learns_rate or tells_acceptance:
-            scaled = p if mass is None else p * mass[:, None]
-            accepted = torch.minimum(scaled, q).sum(-1)
-            rate = accepted if tells_acceptance else None
+
+        # Coefficients of the gradient, see the formula above: e, t, q_v [q_v < m p_v], and e + t s.
+        e = torch.full_like(c, ce + kl)
+        t = None
+        q_below = None
+        q_factor = e.clone()
+
+        # The acceptance rate a and its losses.
+        rate = None
+        if learns_rate or returns_acceptance:
+            scaled_p = p if mass is None else p * mass[:, None]
+            accepted = torch.minimum(scaled_p, q).sum(-1)
+            rate = accepted if returns_acceptance else None
         if learns_rate:
-            below = q * (q < scaled)
-            share = torch.exp(-eta * accepted)
+            q_below = q * (q < scaled_p)
+            w = torch.exp(-eta * accepted)
             bounded = accepted.clamp_min(LEAST_ACCEPTANCE)
-            losses += (tv + hybrid * (1.0 - share)) * (1.0 - accepted) - alpha * bounded.log()
-            losses += hybrid * share * divergence
-            toward_p = toward_p + hybrid * share
-            overlap = tv + alpha / bounded + hybrid * (1.0 - share)  # t
-            of_q = toward_p + overlap * below.sum(-1)
+            losses += (tv + hybrid * (1.0 - w)) * (1.0 - accepted) - alpha * bounded.log()
+            losses += hybrid * w * divergence
+            e = e + hybrid * w
+            t = tv + alpha / bounded + hybrid * (1.0 - w)
+            q_factor = e + t * q_below.sum(-1)
+
+        # The reverse KL divergence, and the terms of the gradient with a factor q_v.
         if reverse:
-            ratio = log_q.sub_(p.clamp_min(LEAST_PROBABILITY).log_())
-            mine = torch.linalg.vecdot(q, ratio)
-            losses += reverse * mine
-            gradient = ratio.mul_(reverse).add_((of_q - reverse * mine)[:, None]).mul_(q)
+            log_ratio = log_q.sub_(p.clamp_min(LEAST_PROBABILITY).log_())
+            reverse_kl = torch.linalg.vecdot(q, log_ratio)
+            losses += reverse * reverse_kl
+            gradient = log_ratio.mul_(reverse).add_((q_factor - reverse * reverse_kl)[:, None]).mul_(q)
         else:
-            gradient = torch.mul(q, of_q[:, None], out=q)
+            gradient = torch.mul(q, q_factor[:, None], out=q)
+
+        # The other terms.
         if learns_p:
-            gradient = torch.addcmul(gradient, p, toward_p[:, None], value=-1.0)
-        if below is not None and overlap is not None:
-            gradient = gradient.addcmul_(below, overlap[:, None], value=-1.0)
+            gradient = torch.addcmul(gradient, p, e[:, None], value=-1.0)
+        if q_below is not None and t is not None:
+            gradient = gradient.addcmul_(q_below, t[:, None], value=-1.0)
         return losses, gradient.mul_(c[:, None]), rate
 
     return rows

@@ -42,15 +42,20 @@ def draft_topk(
 
         return triton.draft_topk(x.contiguous(), weight.contiguous(), topk, normalized, token_map)
     ids, scores = reference.topk_of_logits(F.linear(x, weight), topk, normalized)
-    return ids if token_map is None else token_map[ids], scores
+    if token_map is not None:
+        ids = token_map[ids]
+    return ids, scores
 
 
 def topk_of_logits(
     logits: torch.Tensor, topk: int, *, normalized: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k of logits that are at hand, ``[T, Vd]`` of any float type, with any ``topk``: what
-    :func:`draft_topk` returns, in C++ on a CPU for a ``topk`` of :data:`MAX_TOPK` at most, or by torch's own
-    operation, which leaves the order of equals open."""
+    """Top-k of ``logits [T, Vd]`` of any float type, with any ``topk`` -> ids and log-probabilities as of
+    :func:`draft_topk`.
+
+    C++ is used on a CPU for a ``topk`` of at most :data:`MAX_TOPK`; torch's own operation, otherwise, leaves
+    the order of equals open.
+    """
     logits = logits.float()
     if topk <= MAX_TOPK and uses_cpp(logits):
         ids, scores = torch.ops.eagle_kit_cpp.draft_topk(logits.contiguous(), topk, normalized)
@@ -59,4 +64,6 @@ def topk_of_logits(
         ids = logits.argmax(-1, keepdim=True)
         return ids, torch.zeros_like(ids, dtype=torch.float32)
     values, ids = logits.topk(topk, -1)
-    return ids, values - logits.logsumexp(-1, keepdim=True) if normalized else torch.zeros_like(values)
+    if normalized:
+        return ids, values - logits.logsumexp(-1, keepdim=True)
+    return ids, torch.zeros_like(values)

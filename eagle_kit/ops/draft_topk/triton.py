@@ -19,7 +19,8 @@ are fp32.
 Bytes: Vd H elements of weight once for up to 64 rows, 8 K + 4 per tile and row between the launches. The best
 K of a tile are K maxima over keys in registers, after a loop that is bound by the weight's bytes.
 
-Legend: T rows, H hidden, Vd draft vocabulary, K top-k.
+Legend: T rows, H hidden, Vd draft vocabulary, K top-k. In kernels: ``id`` draft ids of a tile, ``h`` elements
+of a row that are multiplied at a time, ``t`` tiles, ``k`` places of the top-k.
 """
 
 import torch
@@ -37,7 +38,9 @@ from eagle_kit.ops.dependent_launch import (
 )
 
 _SIGN = tl.constexpr(2**31 - 1)
+"""All bits but the sign."""
 _NOTHING = tl.constexpr(-(2**63))
+"""Key below those of all logits."""
 PROGRAMS = 2
 """Programs of ``_tiles`` that fit on a multiprocessor."""
 AHEAD = tl.constexpr(1024)
@@ -54,12 +57,14 @@ def _key(logit, id):
 
 @triton.jit
 def _logit(key):
+    """Logit of a key."""
     bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & _SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _id(key):
+    """Id of a key."""
     return ((key & _SIGN) ^ _SIGN).to(tl.int32)
 
 
@@ -67,11 +72,14 @@ def _id(key):
 def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED: tl.constexpr,
            EVEN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
+    """The K best keys, ``keys [T, K, tiles]``, and the sum of exponentials, ``sums [T, tiles]``, of one tile
+    of the vocabulary and a block of rows. Grid ``(blocks of rows, tiles)``."""
+    # Addresses of x and of the weight, whose first lines are brought to the cache.
     tile = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     id = tile * TILE + tl.arange(0, TILE)
     h = tl.arange(0, DEPTH)
-    # Rows and ids behind the last repeat it, so that loads need no mask.
+    # Rows and ids after the last repeat it, so that loads need no mask.
     x += tl.minimum(row, num_rows - 1).to(tl.int64)[None, :] * size + h[:, None]
     weight_rows = weight + tl.minimum(id, vocab - 1).to(tl.int64) * size
     if PDL:
@@ -79,10 +87,13 @@ def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED
         prefetch_rows(weight_rows, 0, size, AHEAD // LINE)
         gdc_wait()
     weight = weight_rows[:, None] + h[None, :]
+
+    # Logits.
     logits = tl.zeros([TILE, ROWS], tl.float32)
     for start in range(0, size, DEPTH):
         if EVEN:
-            w_part, x_part = tl.load(weight), tl.load(x)
+            w_part = tl.load(weight)
+            x_part = tl.load(x)
         else:
             w_part = tl.load(weight, (h < size - start)[None, :], 0.0)
             x_part = tl.load(x, (h < size - start)[:, None], 0.0)
@@ -90,6 +101,7 @@ def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED
         weight += DEPTH
         x += DEPTH
 
+    # The sum of exponentials of the tile, relative to its best logit.
     is_id = (id < vocab)[:, None]
     is_row = row < num_rows
     row = row.to(tl.int64)
@@ -97,6 +109,8 @@ def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED
         best = tl.max(tl.where(is_id, logits, float("-inf")), 0)
         total = tl.sum(tl.where(is_id, tl.exp(logits - best[None, :]), 0.0), 0)
         tl.store(sums + row * tiles + tile, total, is_row)
+
+    # The best keys, taken out one after another.
     key = tl.where(is_id, _key(logits, id[:, None]), _NOTHING)
     for k in range(topk):
         best_key = tl.max(key, 0)
@@ -107,23 +121,30 @@ def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED
 @triton.jit(do_not_specialize=["tiles", "topk"])
 def _merge(keys, sums, token_map, ids, scores, tiles, topk, NORMALIZED: tl.constexpr, HAS_MAP: tl.constexpr,
            TILE: tl.constexpr, TILES: tl.constexpr, TOPK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Top-k of one row from those of its tiles. Grid ``(T,)``."""
+    # The best key of every tile, and the log of the sum of exponentials.
     wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     keys += row * topk * tiles
-    t, k = tl.arange(0, TILES), tl.arange(0, TOPK)
+    t = tl.arange(0, TILES)
+    k = tl.arange(0, TOPK)
     head = tl.load(keys + t, t < tiles, _NOTHING)
     if NORMALIZED:
         logit = tl.where(t < tiles, _logit(head), float("-inf"))
         best = tl.max(logit, 0)
         part = tl.load(sums + row * tiles + t, t < tiles, 0.0)
         log_total = best + tl.log(tl.sum(part * tl.exp(logit - best), 0))
+
+    # The K tiles with the best heads.
     chosen = tl.full([TOPK], -1, tl.int32)
     for i in range(tl.minimum(topk, tiles)):
         best_key = tl.max(head, 0)
         chosen = tl.where(k == i, _id(best_key) // TILE, chosen)
         head = tl.where(head == best_key, _NOTHING, head)
-    inside = (k < topk)[:, None] & (chosen >= 0)[None, :]
-    key = tl.load(keys + k[:, None] * tiles + chosen[None, :], inside, _NOTHING)
+
+    # The K best of all keys of these tiles.
+    mask = (k < topk)[:, None] & (chosen >= 0)[None, :]
+    key = tl.load(keys + k[:, None] * tiles + chosen[None, :], mask, _NOTHING)
     for i in range(topk):
         best_key = tl.max(key)
         key = tl.where(key == best_key, _NOTHING, key)
@@ -145,10 +166,18 @@ def _options(num_rows: int, vocab: int, size: int, dtype: torch.dtype, facts: De
     """
     if dtype == torch.float32:
         return {"ROWS": 16, "TILE": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    if num_rows <= 16:
+        rows = 16
+    elif num_rows <= 32:
+        rows = 32
+    else:
+        rows = 64
     depth = 128 if rows == 16 and size % 128 == 0 and not facts.is_small else 64
     is_large = vocab >= 200 * 128
-    tile, stages = 128 if is_large else 64, (3 if is_large else 5) if depth == 128 else (4 if is_large else 6)
+    tile = 128 if is_large else 64
+    stages = 3 if depth == 128 else 4
+    if not is_large:
+        stages += 2
     depth, stages = facts.fit(depth, stages, 2 * (tile + rows), programs=PROGRAMS)
     return {
         "ROWS": rows,
@@ -174,12 +203,14 @@ def draft_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Top-k of ``x [T, H]``, ``weight [Vd, H]`` of the same dtype, ``token_map`` int64 ``[Vd]``, all
     contiguous."""
-    (num_rows, size), vocab = x.shape, weight.shape[0]
+    num_rows, size = x.shape
+    vocab = weight.shape[0]
     ids, scores = _outputs(x, topk)
     if num_rows == 0:
         return ids, scores
     options = _options(num_rows, vocab, size, x.dtype, device_facts(x.device))
-    tiles, early = triton.cdiv(vocab, options["TILE"]), launch_options(x.device)
+    tiles = triton.cdiv(vocab, options["TILE"])
+    early = launch_options(x.device)
     keys = torch.empty(num_rows, topk, tiles, dtype=torch.int64, device=x.device)
     sums = torch.empty(num_rows, tiles if normalized else 0, device=x.device)
     _tiles[(triton.cdiv(num_rows, options["ROWS"]), tiles)](

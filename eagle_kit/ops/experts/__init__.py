@@ -1,10 +1,10 @@
 """Routed experts of a mixture: every token passes through its own K of E SwiGLU networks.
 
 On a CPU the routing is read on the host, and each expert multiplies its own rows. On a GPU nothing is read on
-the host, so that it can be captured in a CUDA graph: rows are sorted by expert, and the weights of the active
-experts are read only. In bf16 on Hopper and on Blackwell's data centre GPUs torch's grouped matmul does that;
-elsewhere it reads the routing on the host, and Triton does it. Gradients are those of the reference. Weights
-in fp8 are a form of their own (:mod:`~eagle_kit.ops.experts.fp8`).
+the host, so that the operation can be captured in a CUDA graph: rows are sorted by expert, and only the
+weights of active experts are read. Torch's grouped matmul does so in bf16 on Hopper and on Blackwell's data
+centre GPUs; elsewhere it reads the routing on the host, so Triton is used. Gradients are those of the
+reference. Weights in fp8 have :mod:`~eagle_kit.ops.experts.fp8`.
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
@@ -26,9 +26,10 @@ from eagle_kit.ops.linear import Packed, can_pack, pack, packed_matmul, takes_pa
 __all__ = ["PackedExperts", "experts", "fp8_experts", "pack_experts"]
 
 
-GROUPED_MAJORS, GROUPED_ROW_BYTES = (9, 10), 16
-"""Major compute capabilities on which torch's grouped matmul reads nothing on the host, and what the bytes of
-its rows are a multiple of."""
+GROUPED_MAJORS = (9, 10)
+"""Major compute capabilities on which torch's grouped matmul reads nothing on the host."""
+GROUPED_ROW_BYTES = 16
+"""Number that the bytes of a row must be a multiple of for torch's grouped matmul."""
 
 _numbers = itertools.count()
 _packed: "WeakValueDictionary[int, PackedExperts]" = WeakValueDictionary()
@@ -92,12 +93,24 @@ def experts(
     Returns:
         ``[T, H]`` in the dtype of ``x``.
     """
-    differs = is_differentiated(x, weights, gate_up, down)
-    if uses_triton(x, backend) and not differs and (backend is not None or not _groups(x, down)):
+    if (
+        uses_triton(x, backend)
+        and not is_differentiated(x, weights, gate_up, down)
+        and (backend is not None or not _groups(x, down))
+    ):
         from eagle_kit.ops.experts import triton
 
-        routing = x.contiguous(), ids.contiguous(), weights.contiguous()
-        return triton.routed_experts(*routing, gate_up.contiguous(), None, [], down.contiguous(), None, [])
+        return triton.routed_experts(
+            x.contiguous(),
+            ids.contiguous(),
+            weights.contiguous(),
+            gate_up.contiguous(),
+            None,
+            [],
+            down.contiguous(),
+            None,
+            [],
+        )
     if packed is not None and takes_packed(x, packed.down[0]):
         if is_recording():  # one recorded operation, independent of the routing
             keep_alive(packed)

@@ -1,7 +1,7 @@
 """Routed experts whose weights stay in e4m3.
 
-On a GPU Triton reads them as they are, for any number of rows. On a CPU each expert that is used is widened,
-a piece at a time; so is every expert on a GPU where Triton does not fit.
+On a GPU Triton reads them as they are, for any number of rows. On a CPU each active expert is widened, a
+piece at a time; so is every expert on a GPU where Triton does not support the scales.
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
@@ -32,8 +32,9 @@ def fp8_experts(
     if uses_triton(x, backend) and not is_differentiated(x, weights) and (backend is not None or fits):
         from eagle_kit.ops.experts import triton
 
-        held = (part for weight in (gate_up, down) for part in _operands(weight))
-        return triton.routed_experts(x.contiguous(), ids.contiguous(), weights.contiguous(), *held)
+        return triton.routed_experts(
+            x.contiguous(), ids.contiguous(), weights.contiguous(), *_operands(gate_up), *_operands(down)
+        )
     if x.device.type != "cpu" or isinstance(x, torch._subclasses.FakeTensor):
         return reference.dense_fp8(x, ids, weights, gate_up, down)
     if is_recording():
@@ -42,7 +43,7 @@ def fp8_experts(
 
 
 def _operands(weight: FP8Weight) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Values, scales and block as the operator of Triton takes them; no block is scales of rows."""
+    """Values, scales and block as Triton's operator takes them; an empty block means scales of rows."""
     return weight.values, weight.scales, [] if weight.is_by_row else list(weight.block)
 
 

@@ -1,5 +1,5 @@
-"""Routed experts in torch, in three orders of computation, and one of them for weights in fp8.
-``ids`` may be E for experts of other processes.
+"""Routed experts in torch: expert by expert, in groups, or every expert over every row. ``ids`` may be E for
+experts of other processes.
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, I intermediate size of an expert.
 """
@@ -39,24 +39,28 @@ def by_expert(
         multiply: linear layer whose result for a row must not depend on the number of rows, so that a token's
             logits do not depend on the other tokens of its expert.
     """
-    chosen, k = ids.flatten().tolist(), ids.shape[1]
-    here = (place for place, expert in enumerate(chosen) if expert < len(down))
-    order = sorted(here, key=chosen.__getitem__)
-    if not order:
+    # The pairs (token, expert) of this process, sorted by expert.
+    experts = ids.flatten().tolist()
+    own_pairs = (pair for pair, expert in enumerate(experts) if expert < len(down))
+    sorted_pairs = sorted(own_pairs, key=experts.__getitem__)
+    if not sorted_pairs:
         return torch.zeros_like(x)
-    hit = sorted({chosen[place] for place in order})
-    sizes = [chosen.count(expert) for expert in hit]
-    places = torch.tensor(order, device=x.device)
-    rows = torch.tensor([place // k for place in order], device=x.device)
+    active = sorted({experts[pair] for pair in sorted_pairs})
+    sizes = [experts.count(expert) for expert in active]
+    pairs = torch.tensor(sorted_pairs, device=x.device)
+    tokens = torch.tensor([pair // ids.shape[1] for pair in sorted_pairs], device=x.device)
 
+    # Each active expert over its rows.
     def apply(inputs: torch.Tensor, networks: Sequence[Any] | torch.Tensor) -> torch.Tensor:
-        parts = zip(hit, inputs.split_with_sizes(sizes), strict=True)
+        parts = zip(active, inputs.split_with_sizes(sizes), strict=True)
         return torch.cat([multiply(part, networks[expert]) for expert, part in parts])
 
-    added = apply(swiglu(apply(x.index_select(0, rows), gate_up)), down)
-    added = added * weights.reshape(-1, 1).index_select(0, places)
+    inner = swiglu(apply(x.index_select(0, tokens), gate_up))
+    results = apply(inner, down) * weights.reshape(-1, 1).index_select(0, pairs)
+
+    # The sum of each token's experts.
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    return out.index_add_(0, rows, added).to(x.dtype)
+    return out.index_add_(0, tokens, results).to(x.dtype)
 
 
 def grouped(
@@ -70,16 +74,21 @@ def grouped(
 ) -> torch.Tensor:
     """Sort rows by expert, then run two grouped matmuls. Nothing is read on the host of a GPU; bf16 only,
     with rows of a multiple of 16 bytes."""
+    # Sort the pairs (token, expert) by expert.
     t, k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     counts = torch.zeros(len(down) + 1, dtype=torch.int32, device=x.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
     stops = counts[:-1].cumsum(0, dtype=torch.int32)
+
+    # Multiply the groups.
     inner = swiglu(F.grouped_mm(x[order // k], gate_up.transpose(1, 2), offs=stops))
     sorted_out = F.grouped_mm(inner, down.transpose(1, 2), offs=stops)
-    if not are_all:  # rows behind the last group hold anything
+    if not are_all:  # rows behind the last group are not written
         sorted_out = sorted_out.masked_fill((flat[order] == len(down))[:, None], 0.0)
+
+    # Put the rows back into the order of tokens, and add them up.
     out = torch.empty_like(sorted_out)
     out[order] = sorted_out
     return (out.view(t, k, -1) * weights[:, :, None]).sum(1).to(x.dtype)
@@ -99,12 +108,14 @@ def dense(
 def dense_fp8(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: FP8Weight, down: FP8Weight
 ) -> torch.Tensor:
-    """:func:`dense` with weights in fp8, one expert after another, so that few are wide at a time."""
+    """:func:`dense` with weights in fp8, one expert after another, so that one is widened at a time."""
     share = _shares(ids, weights, len(down.values))
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    networks = zip(share.unbind(1), gate_up.unbind(), down.unbind(), strict=True)
-    for weight, first, second in networks:
-        out = out + fp8_linear(swiglu(fp8_linear(x, first)), second) * weight[:, None]
+    for weight, expert_gate_up, expert_down in zip(
+        share.unbind(1), gate_up.unbind(), down.unbind(), strict=True
+    ):
+        inner = swiglu(fp8_linear(x, expert_gate_up))
+        out = out + fp8_linear(inner, expert_down) * weight[:, None]
     return out.to(x.dtype)
 
 

@@ -1,5 +1,5 @@
-"""Linear layers: on a CPU oneDNN for fp32 (or C++, over packed weights) and padded rows for half types, on a
-GPU Triton for few rows where a table says so, or torch; and layers whose weight is fp8."""
+"""Linear layers. On a CPU: oneDNN for fp32, or C++ over packed weights; padded rows for half types. On a GPU:
+Triton for few rows where a table of measurements says so, or torch. Also layers whose weight is fp8."""
 
 from typing import Any, NamedTuple
 

@@ -1,9 +1,9 @@
 """Linear layers whose weight stays in e4m3.
 
-Up to 64 rows of a half dtype on a GPU Triton reads the weight as it is
-(:mod:`eagle_kit.ops.small_linear`). More rows are rounded to e4m3 as well, with a scale for each, and
-multiplied by ``torch._scaled_mm``, where GPU and scales allow it. Everywhere else a piece of the weight at a
-time is widened and multiplied.
+For up to 64 rows of a half dtype on a GPU, Triton reads the weight as it is
+(:mod:`eagle_kit.ops.small_linear`). More rows are also rounded to e4m3, with a scale for each, and multiplied
+by ``torch._scaled_mm`` if GPU and scales allow it. Otherwise the weight is widened and multiplied a piece at
+a time.
 
 Legend: T rows, N outputs, K inputs.
 """
@@ -21,7 +21,7 @@ from eagle_kit.ops.swiglu import swiglu
 PIECE = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements of a weight that are widened at once: a megabyte, which stays in a CPU's cache, or 32."""
 SCALES_ROWS = (89, 90, 100, 103)
-"""Compute capabilities for which torch multiplies e4m3 with scales of rows and columns, by its tests."""
+"""Compute capabilities for which torch multiplies e4m3 with scales of rows and columns (from its tests)."""
 ALIGNED = 16
 """N and K are multiples of this in ``torch._scaled_mm``."""
 
@@ -33,22 +33,21 @@ def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = N
         return small_linear(x, weight, bias, backend="triton")
     if _multiplies_in_fp8(x, weight, bias):
         return scaled_matmul(x, weight, bias)
-    parts = [
-        linear(x, _widened(part, x), None if bias is None else bias[rows])
-        for rows, part in weight.pieces(PIECE[x.device.type])
-    ]
+    parts = []
+    for rows, piece in weight.pieces(PIECE[x.device.type]):
+        piece_bias = None if bias is None else bias[rows]
+        parts.append(linear(x, _widened(piece, x), piece_bias))
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def working_bytes(device: torch.device) -> int:
-    """Memory that widening a piece takes beside rows: the values, their scales and the products in fp32, and
-    these rounded."""
+    """Bytes that widening a piece takes: values, scales and products in fp32, and the rounded products."""
     return PIECE[device.type] * 14
 
 
 def scaled_matmul(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The same in e4m3 throughout, summed in fp32: ``x`` bf16, rounded with a scale for each row; ``weight``
-    with scales of rows."""
+    """:func:`fp8_linear` with ``x``, bf16, rounded to e4m3 with a scale for each row, and ``weight`` with
+    scales of rows; summed in fp32."""
     rows = quantize_fp8(x)
     return torch._scaled_mm(
         rows.values,
@@ -67,7 +66,7 @@ def _multiplies_in_fp8(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | 
         and weight.is_by_row
         and all(size % ALIGNED == 0 for size in weight.values.shape)
         and device_facts(x.device).capability in SCALES_ROWS
-        and not is_differentiated(x, *(() if bias is None else (bias,)))
+        and not is_differentiated(x, bias)
     )
 
 

@@ -18,6 +18,7 @@ PACKED_MAX_ROWS = 256
 """Largest number of rows for which the blocked weight layout, chosen for small T, is faster than the plain
 one."""
 COMPARED_OUTPUTS = 64
+"""Least number of outputs by which orders of summation are compared."""
 _POINTWISE: Any = None
 if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     _POINTWISE = torch.ops.mkldnn._linear_pointwise.default
@@ -50,8 +51,9 @@ def pack(weight: torch.Tensor) -> Packed:
     n, k = weight.shape
     x = torch.randn(max(2, -(-COMPARED_OUTPUTS // n)), k, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
+        together = matmul(x, blocked)
         alone = torch.cat([matmul(row, blocked) for row in x[: max(1, len(x) - 1)].split(1)])
-        return Packed(blocked, not torch.equal(alone, matmul(x, blocked)[: len(alone)]))
+    return Packed(blocked, needs_padding=not torch.equal(alone, together[: len(alone)]))
 
 
 def packed_matmul(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,6 +64,8 @@ def packed_matmul(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = N
 
 
 class _Linear(torch.autograd.Function):
+    """``(x, weight, bias) -> y``."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -70,7 +74,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dy, (x, weight) = grads[0], ctx.saved_tensors
+        dy = grads[0]
+        x, weight = ctx.saved_tensors
         dx = matmul(dy, weight.t()) if ctx.needs_input_grad[0] else None
         dw = matmul(dy.t(), x.t()) if ctx.needs_input_grad[1] else None
         db = dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None

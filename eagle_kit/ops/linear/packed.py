@@ -10,8 +10,8 @@ Packed = onednn.Packed | panels.Panels
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Return whether ``weight`` can be packed."""
-    is_mine = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return is_mine and (cpp.available() or onednn.available())
+    is_cpu_fp32 = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return is_cpu_fp32 and (cpp.available() or onednn.available())
 
 
 def pack(weight: torch.Tensor) -> Packed:

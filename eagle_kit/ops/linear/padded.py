@@ -1,9 +1,9 @@
 """``y = x w^T + b`` in half precision on a CPU, with the rows padded to a multiple of :data:`ROWS`.
 
-oneDNN compiles a matmul for every size, and matrix instructions (AMX) make long programs of it: 5 to 40 ms
-for a matmul that takes 3. Rows with loss differ in number in every packed row and step of training-time test,
-so without padding most sizes are met once. Rows of zeros change no other row, and add zeros to the gradient
-of the weight.
+oneDNN compiles a matmul for every size. With matrix instructions (AMX) that takes 5 to 40 ms, for a matmul
+that takes 3. The number of rows with loss differs in every packed sequence and step of training-time test, so
+without padding most sizes would be used once. Rows of zeros change no other row, and add zeros to the
+gradient of the weight.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from eagle_kit.ops.backend import uses_triton
 
 ROWS = 32
-"""Rows are padded to a multiple of this; no more rows than this are left alone."""
+"""Rows are padded to a multiple of this number, unless there are no more than that."""
 
 
 def fits(x: torch.Tensor) -> bool:
@@ -62,6 +62,9 @@ class _Padded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dy, needs = _pad(grads[0]), ctx.needs_input_grad
+        dy = _pad(grads[0])
+        needs = ctx.needs_input_grad
         dx = (dy @ weight)[: grads[0].shape[0]] if needs[0] else None
-        return dx, dy.t() @ _pad(x) if needs[1] else None, grads[0].sum(0) if needs[2] else None
+        dw = dy.t() @ _pad(x) if needs[1] else None
+        db = grads[0].sum(0) if needs[2] else None
+        return dx, dw, db

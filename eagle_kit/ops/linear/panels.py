@@ -13,13 +13,14 @@ from eagle_kit.ops.cpu import cpp
 from eagle_kit.ops.cpu.memory import in_large_pages
 
 ROWS = 256
-"""Rows of a weight that are looked at together: of one that is not of bfloat16 the first ones tell."""
+"""Rows of a weight that are compared with bfloat16 at a time: the first ones usually decide."""
 
 
 class Panels(NamedTuple):
-    """Weight of ``num_outputs`` in ``panels [ceil(N / W), K, W]``, with zeros behind the last output.
+    """Weight of ``num_outputs`` N in ``panels [ceil(N / W), K, W]``, with zeros behind the last output.
 
-    In fp32, or in bfloat16 where every number is one, those of the two halves of W in turns.
+    The panels are fp32, or bfloat16 if every number of the weight is one. In bfloat16 the numbers of the two
+    halves of W alternate.
     """
 
     panels: torch.Tensor
@@ -27,13 +28,20 @@ class Panels(NamedTuple):
 
 
 def pack(weight: torch.Tensor) -> Panels:
-    """Copy ``weight [N, K]``, fp32, into panels for :func:`matmul`: in bfloat16 where every number is one,
-    as those of most checkpoints are, since a few rows take as long as reading the weight does."""
-    outputs, width = len(weight), torch.ops.eagle_kit_cpp.panel_width()
-    is_short = _is_bfloat16(weight.detach())
-    numbers = weight.detach().bfloat16() if is_short else weight.detach()
-    panels = F.pad(numbers, (0, 0, 0, -outputs % width)).unflatten(0, (-1, width)).transpose(1, 2)
-    return Panels(in_large_pages(cpp.halves_in_turns(panels) if is_short else panels.contiguous()), outputs)
+    """Copy ``weight [N, K]``, fp32, into panels for :func:`matmul`.
+
+    They are bfloat16 if every number is one, as those of most checkpoints are: with few rows the time of a
+    product is that of reading the weight.
+    """
+    weight = weight.detach()
+    outputs = len(weight)
+    width = torch.ops.eagle_kit_cpp.panel_width()
+    is_bfloat16 = _is_bfloat16(weight)
+    if is_bfloat16:
+        weight = weight.bfloat16()
+    panels = F.pad(weight, (0, 0, 0, -outputs % width)).unflatten(0, (-1, width)).transpose(1, 2)
+    panels = cpp.halves_in_turns(panels) if is_bfloat16 else panels.contiguous()
+    return Panels(in_large_pages(panels), outputs)
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:
@@ -44,5 +52,7 @@ def _is_bfloat16(weight: torch.Tensor) -> bool:
 
 def matmul(x: torch.Tensor, weight: Panels, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x [T, K]`` -> ``[T, N]``, fp32, no gradient; the bits do not depend on the type of the panels."""
-    out: torch.Tensor = torch.ops.eagle_kit_cpp.linear(x.contiguous(), *weight, bias)
+    out: torch.Tensor = torch.ops.eagle_kit_cpp.linear(
+        x.contiguous(), weight.panels, weight.num_outputs, bias
+    )
     return out

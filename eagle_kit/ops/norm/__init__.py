@@ -43,13 +43,15 @@ def add_rms_norm(
             if x.dtype != residual.dtype:  # under autocast
                 total = x + residual
                 return triton_backward.differentiable_rms_norm(total, weight, eps), total
-            pair = x.contiguous(), residual.contiguous()
-            return triton_backward.differentiable_add_rms_norm(*pair, weight, eps)
+            return triton_backward.differentiable_add_rms_norm(
+                x.contiguous(), residual.contiguous(), weight, eps
+            )
         from eagle_kit.ops.norm import triton
 
         return triton.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
     if x.numel() and uses_cpp(x, residual, weight, backend=backend):
-        rows = x.contiguous(), residual.contiguous(), weight.contiguous()
-        both: tuple[torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.add_rms_norm(*rows, eps)
-        return both
+        normed, total = torch.ops.eagle_kit_cpp.add_rms_norm(
+            x.contiguous(), residual.contiguous(), weight.contiguous(), eps
+        )
+        return normed, total
     return reference.add_rms_norm(x, residual, weight, eps)

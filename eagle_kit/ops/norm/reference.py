@@ -50,7 +50,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dy, wide = grads[0], torch.promote_types(x.dtype, torch.float32)
+        dy = grads[0]
+        wide = torch.promote_types(x.dtype, torch.float32)
         normed = x.to(wide)
         size = x.shape[-1]
         inverse = (torch.linalg.vecdot(normed, normed)[..., None] / size + ctx.eps).rsqrt_()

@@ -16,6 +16,8 @@ def _rms_norm(
     x, residual, weight, out, total, eps, size,
     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Norm one row. Grid ``(T,)``; BLOCK is the size H rounded up to a power of 2."""
+    # Load the row, and add the residual.
     wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64) * size
     i = tl.arange(0, BLOCK)
@@ -28,6 +30,8 @@ def _rms_norm(
         rounded = value.to(kind)
         tl.store(total + row + i, rounded, inside)
         value = rounded.to(tl.float32)
+
+    # Scale it, and multiply by the weight.
     scale = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
     normed = value * scale
     if weight.dtype.element_ty != tl.float32:
@@ -44,6 +48,7 @@ def _launch(
     total: torch.Tensor | None,
     eps: float,
 ) -> None:
+    """Norm the rows of ``x``, or of ``x + residual``, which goes to ``total``, into ``out``."""
     size = x.shape[-1]
     rows = x.numel() // size
     if rows == 0:
@@ -86,7 +91,8 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both ``[..., H]`` contiguous and of one dtype -> ``(rms_norm(x + residual), x + residual)``."""
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out = torch.empty_like(x)
+    total = torch.empty_like(x)
     _launch(x, residual, weight, out, total, eps)
     return out, total
 

@@ -28,23 +28,29 @@ from eagle_kit.ops.norm.triton import add_rms_norm, rms_norm
 def _backward(
     dy, dtotal, x, weight, dx, parts, eps, size, rows, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """Gradients of every P-th row, and their part of dw, ``parts [P, H]``. Grid ``(P,)``."""
     program = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < size
     factor = tl.load(weight + i, inside, 0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK], tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
-        at = tl.cast(row, tl.int64) * size + i
-        value = tl.load(x + at, inside, 0.0).to(tl.float32)
-        upstream = tl.load(dy + at, inside, 0.0).to(tl.float32)
+        # Compute n again.
+        row_at = tl.cast(row, tl.int64) * size + i
+        value = tl.load(x + row_at, inside, 0.0).to(tl.float32)
+        upstream = tl.load(dy + row_at, inside, 0.0).to(tl.float32)
         inverse = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
         normed = value * inverse
+
+        # dx = r (g - n mean(g n)) + dt.
         gradient = upstream * factor
-        share = tl.sum(gradient * normed, 0) / size
-        gradient = (gradient - normed * share) * inverse
+        mean = tl.sum(gradient * normed, 0) / size
+        gradient = (gradient - normed * mean) * inverse
         if HAS_TOTAL:
-            gradient += tl.load(dtotal + at, inside, 0.0).to(tl.float32)
-        tl.store(dx + at, gradient.to(dx.dtype.element_ty), inside)
+            gradient += tl.load(dtotal + row_at, inside, 0.0).to(tl.float32)
+        tl.store(dx + row_at, gradient.to(dx.dtype.element_ty), inside)
+
+        # dw, by n as it was rounded in the forward.
         if weight.dtype.element_ty != tl.float32:
             normed = normed.to(x.dtype.element_ty).to(tl.float32)
         dweight += upstream * normed
@@ -66,7 +72,7 @@ def rms_norm_backward(
     dy: torch.Tensor, dtotal: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the normed rows ``x`` and of ``weight``; ``dy``, ``dtotal`` and ``x`` ``[..., H]``
-    contiguous, ``dtotal`` what else flows into ``x``."""
+    contiguous. ``dtotal`` is the gradient of ``x`` from other uses, or None."""
     size = x.shape[-1]
     rows = x.numel() // size if size else 0
     dx = torch.empty_like(x)
@@ -76,7 +82,15 @@ def rms_norm_backward(
     programs = _num_programs(rows, block, x.device)
     parts = x.new_empty(programs, size, dtype=torch.float32)
     _backward[(programs,)](
-        *(dy, dy if dtotal is None else dtotal, x, weight, dx, parts, eps, size, rows),
+        dy,
+        dy if dtotal is None else dtotal,
+        x,
+        weight,
+        dx,
+        parts,
+        eps,
+        size,
+        rows,
         HAS_TOTAL=dtotal is not None,
         BLOCK=block,
         num_warps=_num_warps(block),
@@ -89,27 +103,32 @@ def _(dy, dtotal, x, weight, eps):
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *rms_norm_backward(dy.contiguous(), None, *ctx.saved_tensors, ctx.eps), None
+    x, weight = ctx.saved_tensors
+    dx, dw = rms_norm_backward(dy.contiguous(), None, x, weight, ctx.eps)
+    return dx, dw, None
 
 
-def _keep_total(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context_of_sum(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     _, _, weight, ctx.eps = inputs
     ctx.save_for_backward(output[1], weight)
 
 
-def _gradients_total(ctx: Any, dy: torch.Tensor, dtotal: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    dx, dw = rms_norm_backward(dy.contiguous(), dtotal.contiguous(), *ctx.saved_tensors, ctx.eps)
+def _gradients_of_sum(ctx: Any, dy: torch.Tensor, dtotal: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    total, weight = ctx.saved_tensors
+    dx, dw = rms_norm_backward(dy.contiguous(), dtotal.contiguous(), total, weight, ctx.eps)
     return dx, dx, dw, None
 
 
-rms_norm.register_autograd(_gradients, setup_context=_keep)
-add_rms_norm.register_autograd(_gradients_total, setup_context=_keep_total)
+rms_norm.register_autograd(_gradients, setup_context=_setup_context)
+add_rms_norm.register_autograd(_gradients_of_sum, setup_context=_setup_context_of_sum)
 
 
 def differentiable_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

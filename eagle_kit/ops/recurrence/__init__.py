@@ -79,12 +79,12 @@ def recurrent_texts(
     delta: bool,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Outputs of packed texts, and the states that the plan asks for.
+    """Outputs of packed texts. The states that the plan names are read and written.
 
     Args:
         inputs: of ``[T]``.
-        states: read and written; None where all texts begin here and nothing is saved, so that the operation
-            is differentiable.
+        states: ``[S, H, K, V]``; None if all texts begin here and nothing is saved. The operation is then
+            differentiable.
 
     Returns:
         ``[T, H, V]`` in the dtype of ``v``.

@@ -14,12 +14,12 @@ from eagle_kit.ops.transfer import to_device
 
 
 class Text(NamedTuple):
-    """Tokens start..stop-1 of a forward.
+    """Tokens ``start .. stop - 1`` of a forward.
 
     Attributes:
-        source: number of the state before the first; None at the beginning of a text.
-        saves: (tokens, number of the state): what is saved when so many of its tokens are computed,
-            ascending.
+        source: number of the state before the first token; None at the beginning of a text.
+        saves: pairs (tokens, number of the state), ascending: the state after so many of its tokens is saved
+            under the number.
     """
 
     start: int
@@ -29,7 +29,7 @@ class Text(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Its rows."""
+        """Its tokens' rows of the forward."""
         return slice(self.start, self.stop)
 
     @property
@@ -39,9 +39,14 @@ class Text(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Columns of a convolution, counted over the ``W - 1`` columns before each text, text after text, and
-    then all tokens: those that each token reads, ``read [T, W]``, and those ``saved [saves, W - 1]`` to the
-    tails ``numbers``; int64."""
+    """Indices of a convolution's columns, int64. Columns are the ``W - 1`` before each text, text after text,
+    and then those of all tokens.
+
+    Attributes:
+        read: ``[T, W]``, columns that each token reads.
+        saved: ``[saves, W - 1]``, columns that are saved as tails.
+        numbers: ``[saves]``, numbers of these tails.
+    """
 
     read: torch.Tensor
     saved: torch.Tensor
@@ -52,10 +57,10 @@ class Chunks(NamedTuple):
     """Texts cut into chunks; int64.
 
     Attributes:
-        sources: number of the state before each text, -1 at the beginning of one.
-        firsts: first chunk of each text, and the number of all.
-        starts, counts: first token of each chunk, and its tokens, perhaps none.
-        numbers: ``[chunks, most]``, states that are saved behind it, -1 for none.
+        sources: ``[texts]``, number of the state before each text, -1 at the beginning of a text.
+        firsts: ``[texts + 1]``, first chunk of each text, and the number of chunks.
+        starts, counts: ``[chunks]``, first token of each chunk, and its number of tokens, which may be 0.
+        numbers: ``[chunks, saves]``, numbers under which the state behind a chunk is saved, -1 for none.
     """
 
     sources: torch.Tensor
@@ -81,24 +86,36 @@ class TextPlan:
         return self._chunks[key]
 
     def _make_chunks(self, size: int, device: torch.device) -> Chunks:
-        firsts, starts, counts, saved = [0], [], [], []
+        firsts = [0]
+        starts = []
+        counts = []
+        saved = []
         for text in self.texts:
-            length, saves = text.stop - text.start, dict[int, list[int]]()
+            # A chunk ends at ``size`` tokens, where a state is saved, and at the end of the text.
+            length = text.stop - text.start
+            numbers_after: dict[int, list[int]] = {}
             for count, number in text.saves:
-                saves.setdefault(count, []).append(number)
-            cuts = sorted({*range(0, length, size), *saves, length})
-            if 0 in saves:
-                cuts.insert(0, 0)  # a chunk of no tokens saves the state before the text
-            for first, stop in pairwise(cuts):
+                numbers_after.setdefault(count, []).append(number)
+            bounds = sorted({*range(0, length, size), *numbers_after, length})
+            if 0 in numbers_after:
+                bounds.insert(0, 0)  # a chunk of no tokens saves the state before the text
+            for first, stop in pairwise(bounds):
                 starts.append(text.start + first)
                 counts.append(stop - first)
-                saved.append(saves.get(stop, []))
+                saved.append(numbers_after.get(stop, []))
             firsts.append(len(starts))
+
+        # Numbers of all chunks as a rectangle.
         most = max((len(numbers) for numbers in saved), default=0)
-        numbers = [[*each, *[-1] * (most - len(each))] for each in saved]
+        padded = [numbers + [-1] * (most - len(numbers)) for numbers in saved]
         sources = [-1 if text.source is None else text.source for text in self.texts]
-        parts = (torch.tensor(part, dtype=torch.int64) for part in (sources, firsts, starts, counts, numbers))
-        return Chunks(*(to_device(part, device) for part in parts))
+        return Chunks(
+            sources=to_device(sources, device),
+            firsts=to_device(firsts, device),
+            starts=to_device(starts, device),
+            counts=to_device(counts, device),
+            numbers=to_device(torch.tensor(padded, dtype=torch.int64), device),
+        )
 
     def columns(self, width: int, device: torch.device) -> Columns:
         """Columns of a convolution of ``width``, the same for all layers."""
@@ -108,15 +125,22 @@ class TextPlan:
         return self._columns[key]
 
     def _make_columns(self, width: int, device: torch.device) -> Columns:
-        kept, heads = width - 1, len(self.texts) * (width - 1)
-        reads, saved, numbers = [], [], []
+        num_before = width - 1  # columns before each text
+        first_token = len(self.texts) * num_before  # column of the first token
+        reads = []
+        saved = []
+        numbers = []
         for i, text in enumerate(self.texts):
-            own = torch.arange(text.start, text.stop) + heads
-            line = torch.cat((torch.arange(i * kept, (i + 1) * kept), own))
-            reads.append(line.unfold(0, width, 1))
+            # The columns of this text, those before it first.
+            before = torch.arange(i * num_before, (i + 1) * num_before)
+            columns = torch.cat((before, torch.arange(text.start, text.stop) + first_token))
+            reads.append(columns.unfold(0, width, 1))
             for count, number in text.saves:
-                saved.append(line[count : count + kept])
+                saved.append(columns[count : count + num_before])
                 numbers.append(number)
-        found = torch.stack(saved) if saved else torch.zeros(0, kept, dtype=torch.int64)
-        parts = torch.cat(reads), found, torch.tensor(numbers, dtype=torch.int64)
-        return Columns(*(to_device(part, device) for part in parts))
+        tails = torch.stack(saved) if saved else torch.zeros(0, num_before, dtype=torch.int64)
+        return Columns(
+            read=to_device(torch.cat(reads), device),
+            saved=to_device(tails, device),
+            numbers=to_device(numbers, device),
+        )

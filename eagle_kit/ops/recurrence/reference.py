@@ -15,7 +15,7 @@ nodes come after their parents, with ``G_i`` the sum of g over node i and its an
 
 the exponentials inside the sums over channels where there are several. So a window keeps k, u and G of its
 nodes, and a path p_1 .. p_m is committed by an update of rank m, ``S <- exp(G_pm) S + sum_j exp(G_pm - G_j)
-k_j u_j^T``. Nodes that are not on it have never touched the state, whatever the shape of the tree.
+k_j u_j^T``. Nodes that are not on the path never change the state, whatever the shape of the tree.
 
 Legend: B requests, N nodes, T packed tokens, H heads, Hk heads of queries and keys (H / Hk successive heads
 share one), K key size, V value size, C channels, W width of a convolution.
@@ -29,9 +29,10 @@ import torch
 
 from eagle_kit.ops.recurrence.plan import TextPlan
 
-CHUNK, CHANNEL_CHUNK = 64, 16
-"""Tokens of a text that are computed together; where channels decay by themselves, K times as much memory is
-needed."""
+CHUNK = 64
+"""Tokens of a text that are computed together."""
+CHANNEL_CHUNK = 16
+"""The same where every channel has its own decay, which takes K times as much memory."""
 
 
 class Inputs(NamedTuple):
@@ -51,12 +52,12 @@ class Inputs(NamedTuple):
     beta: torch.Tensor
 
     def at(self, index: slice) -> "Inputs":
-        """Those of some rows."""
-        return Inputs(*(part[index] for part in self))
+        """Inputs of some rows."""
+        return Inputs._make(part[index] for part in self)
 
     def view(self, *lead: int) -> "Inputs":
-        """The same with the first dimension split into ``lead``."""
-        return Inputs(*(part.view(*lead, *part.shape[1:]) for part in self))
+        """The same inputs with the first dimension split into ``lead``."""
+        return Inputs._make(part.view(*lead, *part.shape[1:]) for part in self)
 
 
 class Written(NamedTuple):
@@ -82,25 +83,33 @@ def recurrent_window(
     Returns:
         ``[B, N, H, V]`` in the dtype of ``v``, and what :func:`commit_recurrent` needs.
     """
+    # Inputs in fp32, heads first, and G: the sum of log decays over a node and its ancestors.
     n, heads = inputs.v.shape[1:3]
     nodes = torch.arange(n, device=state.device)
     seen = ((ancestors[:, :, None] >> nodes) & 1).bool()
     q, k, v, g, beta = (part.float() for part in inputs)
     state = state.float()
+    queries = _by_head(q, heads)  # [B, H, N, K]
+    keys = _by_head(k, heads)
+    values = v.transpose(1, 2)
+    strength = beta.transpose(1, 2)[..., None]
     decay = torch.einsum("bij,bj...->bi...", seen.float(), g)
-    queries, keys = (_by_head(part, heads) for part in (q, k))  # [B, H, N, K]
-    values, strength = v.transpose(1, 2), beta.transpose(1, 2)[..., None]
     total = decay.transpose(1, 2)  # [B, H, N] or [B, H, N, K]
-    factor = total.exp() if total.ndim == 4 else total.exp()[..., None]
+    is_by_channel = total.ndim == 4
+
+    # Decays from the state to each node, and between nodes. Masked before exp: pairs of nodes that do not see
+    # each other may overflow.
+    factor = total.exp() if is_by_channel else total.exp()[..., None]
     between = total[:, :, :, None] - total[:, :, None]  # [B, H, N, N] or [B, H, N, N, K]
-    hidden = ~seen[:, None] if total.ndim == 3 else ~seen[:, None, :, :, None]
-    between = between.masked_fill(hidden, float("-inf")).exp()  # masked first: others may overflow
+    hidden = ~seen[:, None, :, :, None] if is_by_channel else ~seen[:, None]
+    between = between.masked_fill(hidden, float("-inf")).exp()
 
     def scores(rows: torch.Tensor) -> torch.Tensor:
-        if total.ndim == 3:
-            return between * (rows @ keys.transpose(2, 3))
-        return torch.einsum("bhic,bhjc,bhijc->bhij", rows, keys, between)
+        if is_by_channel:
+            return torch.einsum("bhic,bhjc,bhijc->bhij", rows, keys, between)
+        return between * (rows @ keys.transpose(2, 3))
 
+    # U, and the outputs.
     u = strength * values
     if delta:
         u = strength * (values - (factor * keys) @ state)
@@ -123,19 +132,23 @@ def commit_recurrent(
     """States ``[B, H, K, V]`` after the first ``num_committed [B]`` nodes of ``path [B, m]``, root first;
     unchanged where that is none."""
     steps = torch.arange(path.shape[1], device=path.device)
-    kept = steps < num_committed[:, None]
+    is_committed = steps < num_committed[:, None]
 
+    # What the nodes of the path write.
     def along(x: torch.Tensor) -> torch.Tensor:
-        index = path.view(*path.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
+        ones = [1] * (x.ndim - 2)
+        index = path.view(*path.shape, *ones).expand(-1, -1, *x.shape[2:])
         return x.gather(1, index)
 
     k, u, decay = (along(x) for x in written)
     k = _by_head(k, u.shape[2]).transpose(1, 2)  # [B, m, H, K]
     if decay.ndim == 3:
         decay = decay[..., None]
+
+    # The state, decayed over the path, and each write, decayed from its node on.
     last = (num_committed - 1).clamp(min=0)[:, None, None, None]
     total = decay.gather(1, last.expand(-1, 1, *decay.shape[2:]))  # [B, 1, H, K or 1]
-    weight = (total - decay).masked_fill(~kept[:, :, None, None], float("-inf")).exp()
+    weight = (total - decay).masked_fill(~is_committed[:, :, None, None], float("-inf")).exp()
     added = torch.einsum("bmhk,bmhv->bhkv", weight * k, u)
     new = total[:, 0, :, :, None].exp() * state.float() + added
     return torch.where((num_committed > 0)[:, None, None, None], new, state.float()).to(state.dtype)
@@ -145,17 +158,19 @@ def recurrent_texts(
     inputs: Inputs, states: torch.Tensor | None, plan: TextPlan, *, delta: bool
 ) -> torch.Tensor:
     """See :func:`eagle_kit.ops.recurrence.recurrent_texts`."""
-    heads, width, size = inputs.v.shape[1], inputs.v.shape[2], inputs.k.shape[2]
+    heads = inputs.v.shape[1]
+    width = inputs.v.shape[2]
+    size = inputs.k.shape[2]
     outs = []
     for text in plan.texts:
         state = inputs.v.new_zeros(heads, size, width, dtype=torch.float32)
         if text.source is not None:
             assert states is not None
             state = states[text.source]
-        out, kept = recurrent_text(inputs.at(text.rows), state, text.counts, delta=delta)
-        for (_, number), each in zip(text.saves, kept, strict=True):
+        out, saved_states = recurrent_text(inputs.at(text.rows), state, text.counts, delta=delta)
+        for (_, number), saved in zip(text.saves, saved_states, strict=True):
             assert states is not None
-            states[number] = each
+            states[number] = saved
         outs.append(out)
     return torch.cat(outs) if len(outs) != 1 else outs[0]
 
@@ -165,19 +180,26 @@ def recurrent_text(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Outputs ``[T, H, V]`` of a text behind the state ``[H, K, V]``, and the fp32 states after ``counts`` of
     its tokens. Differentiable."""
-    length, device = len(inputs.v), inputs.v.device
+    # Chunks end where a state is asked for.
+    length = len(inputs.v)
+    device = inputs.v.device
     size = CHUNK if inputs.g.ndim == 2 else CHANNEL_CHUNK
-    cuts = sorted({*range(0, length, size), *(each for each in counts if each < length), length})
-    outs, kept, state = [], {0: state.float()}, state[None].float()
-    for first, stop in pairwise(cuts):
+    bounds = {*range(0, length, size), length}
+    bounds.update(count for count in counts if count < length)
+
+    # A chunk is a window that is a chain, all of which is committed.
+    outs = []
+    states = {0: state.float()}
+    state = state[None].float()
+    for first, stop in pairwise(sorted(bounds)):
         count = stop - first
-        mine = Inputs(*(part[None] for part in inputs.at(slice(first, stop))))
-        out, written = recurrent_window(mine, state, _chain(count, device), delta=delta)
+        chunk = inputs.at(slice(first, stop)).view(1, count)
+        out, written = recurrent_window(chunk, state, _chain(count, device), delta=delta)
         every = torch.arange(count, device=device)[None]
         state = commit_recurrent(state, written, every, torch.full((1,), count, device=device))
-        kept[stop] = state[0]
+        states[stop] = state[0]
         outs.append(out[0])
-    return torch.cat(outs) if outs else inputs.v, [kept[each] for each in counts]
+    return torch.cat(outs) if outs else inputs.v, [states[count] for count in counts]
 
 
 def _chain(count: int, device: torch.device) -> torch.Tensor:
@@ -206,9 +228,10 @@ def window_convolution(
     Returns:
         ``[B, N, C]``.
     """
-    both = torch.cat((tail.to(x.dtype), x), 1)
-    taken = both.gather(1, columns.reshape(len(x), -1, 1).expand(-1, -1, x.shape[2]))
-    return _weighted(taken.view(*columns.shape, -1).unbind(2), weight, bias)
+    tail_and_window = torch.cat((tail.to(x.dtype), x), 1)
+    index = columns.reshape(len(x), -1, 1).expand(-1, -1, x.shape[2])
+    taken = tail_and_window.gather(1, index).view(*columns.shape, -1)
+    return _weighted(taken.unbind(2), weight, bias)
 
 
 def _weighted(
@@ -221,20 +244,25 @@ def _weighted(
     out = columns[0] * factors[:, 0]
     for i in range(1, weight.shape[1]):
         out = torch.addcmul(out, columns[i], factors[:, i])
-    return (out if bias is None else out + bias.to(wide)).to(dtype)
+    if bias is not None:
+        out = out + bias.to(wide)
+    return out.to(dtype)
 
 
 def path_columns(ancestors: torch.Tensor, width: int) -> torch.Tensor:
-    """Columns of tail and window side by side that a convolution of ``width`` reads at each node, oldest
-    first: int64 ``[B, N, width]``. The node itself is column ``width - 1 + n``; behind the root lies the
-    tail."""
-    bits, found = ancestors, []
+    """Columns that a convolution of ``width`` reads at each node, oldest first: int64 ``[B, N, width]``. They
+    are those of the tail, ``0 .. width - 2``, and of the window, node n at ``width - 1 + n``."""
+    # The node and its latest ancestors, one after another.
+    bits = ancestors
+    nodes = []
     for _ in range(width):
-        inside = bits != 0
+        is_node = bits != 0
         latest = _highest_bit(bits)
-        found.append(torch.where(inside, latest, -1))
-        bits = torch.where(inside, bits & ~(torch.ones_like(bits) << latest), bits)
-    latest_first = torch.stack(found, -1)  # [B, N, width], -1 beyond the root
+        nodes.append(torch.where(is_node, latest, -1))
+        bits = torch.where(is_node, bits & ~(torch.ones_like(bits) << latest), bits)
+
+    # Before the root come the columns of the tail.
+    latest_first = torch.stack(nodes, -1)  # [B, N, width], -1 beyond the root
     beyond = (latest_first < 0).cumsum(-1)  # 1 for the newest column of the tail
     columns = torch.where(latest_first >= 0, latest_first + width - 1, width - 1 - beyond)
     return columns.flip(-1)
@@ -246,7 +274,8 @@ def _highest_bit(bits: torch.Tensor) -> torch.Tensor:
     for shift in (32, 16, 8, 4, 2, 1):
         upper = (bits >> shift) & ((1 << (64 - shift)) - 1)
         moves = upper != 0
-        bits, found = torch.where(moves, upper, bits), torch.where(moves, found + shift, found)
+        bits = torch.where(moves, upper, bits)
+        found = torch.where(moves, found + shift, found)
     return found
 
 
@@ -254,19 +283,18 @@ def commit_tail(
     tail: torch.Tensor, x: torch.Tensor, path: torch.Tensor, num_committed: torch.Tensor
 ) -> torch.Tensor:
     """Last columns ``[B, W - 1, C]`` after the first ``num_committed [B]`` nodes of ``path [B, m]``."""
-    kept = tail.shape[1]
     along = x.gather(1, path[..., None].expand(-1, -1, x.shape[2]))
     columns = torch.cat((tail, along.to(tail.dtype)), 1)
-    index = num_committed[:, None] + torch.arange(kept, device=x.device)
+    index = num_committed[:, None] + torch.arange(tail.shape[1], device=x.device)
     return columns.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
 class _Gathered(Sequence[torch.Tensor]):
-    """Columns of a convolution, gathered when they are asked for: all at once would take W times the
-    memory."""
+    """Columns of a convolution, gathered when they are read: all at once would take W times the memory."""
 
     def __init__(self, columns: torch.Tensor, read: torch.Tensor) -> None:
-        self._columns, self._read = columns, read
+        self._columns = columns
+        self._read = read
 
     def __len__(self) -> int:
         return self._read.shape[1]
@@ -283,6 +311,7 @@ def convolved_texts(
     plan: TextPlan,
 ) -> torch.Tensor:
     """See :func:`eagle_kit.ops.recurrence.convolved_texts`."""
+    # Columns before each text, then those of all tokens.
     width = weight.shape[1]
     before = x.new_zeros(len(plan.texts), width - 1, x.shape[1])
     for i, text in enumerate(plan.texts):
@@ -290,9 +319,11 @@ def convolved_texts(
             assert tails is not None
             before[i] = tails[text.source]
     columns = torch.cat((before.flatten(0, 1), x))
-    places = plan.columns(width, x.device)
-    out = _weighted(_Gathered(columns, places.read), weight, bias)
-    if len(places.saved):
+
+    # Convolve, and save the tails that the plan names.
+    indices = plan.columns(width, x.device)
+    out = _weighted(_Gathered(columns, indices.read), weight, bias)
+    if len(indices.saved):
         assert tails is not None
-        tails[places.numbers] = columns[places.saved].to(tails.dtype)
+        tails[indices.numbers] = columns[indices.saved].to(tails.dtype)
     return out

@@ -55,35 +55,67 @@ def rope_store(
     is_fp8 = k_rows is not None and k_rows.element_size() == 1
     assert is_fp8 or k_scale == v_scale == 1.0, "only fp8 stores have scales"
     assert q_norm is None or q_norm.dtype in (qkv.dtype, torch.float32), "q_norm has another dtype than qkv"
-    learned = [weight for weight in (q_norm, k_norm) if weight is not None]
-    if uses_triton(qkv, backend) and is_differentiated(qkv, *learned) and not stores:
+    needs_gradient = is_differentiated(qkv, q_norm, k_norm)
+
+    # Triton, with a gradient: the norms, then the rotation.
+    if uses_triton(qkv, backend) and needs_gradient and not stores:
         from eagle_kit.ops.rope import triton_backward
 
         if q_norm is not None and k_norm is not None:
-            others = (qkv.shape[1] - num_heads) // 2
-            q, k, v = qkv.split((num_heads, others, others), 1)
-            normed = (rms_norm(x, w, eps, backend=backend) for x, w in ((q, q_norm), (k, k_norm)))
-            qkv = torch.cat((*normed, v), 1)
+            num_kv_heads = (qkv.shape[1] - num_heads) // 2
+            q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+            q = rms_norm(q, q_norm, eps, backend=backend)
+            k = rms_norm(k, k_norm, eps, backend=backend)
+            qkv = torch.cat((q, k, v), 1)
         return triton_backward.rotate_heads(qkv, rotation.table, num_heads, interleaved)
-    if uses_triton(qkv, backend) and not is_differentiated(qkv, *learned):
+
+    # Triton, in one launch.
+    if uses_triton(qkv, backend) and not needs_gradient:
         from eagle_kit.ops.rope import triton
 
-        turn = (rotation.positions.contiguous(), rotation.inv_freq, rotation.magnitude)
-        head = (qkv.contiguous(), *turn, num_heads, q_norm, k_norm, eps, interleaved)
-        rule = [rows.first, rows.stride, rows.nodes] if isinstance(rows, WindowRows) else []
-        given = rows.contiguous() if isinstance(rows, torch.Tensor) else None
-        return triton.rope_store(*head, k_rows, v_rows, given, rule, k_scale, v_scale, returns_kv)
+        return triton.rope_store(
+            qkv.contiguous(),
+            rotation.positions.contiguous(),
+            rotation.inv_freq,
+            rotation.magnitude,
+            num_heads,
+            q_norm,
+            k_norm,
+            eps,
+            interleaved,
+            k_rows,
+            v_rows,
+            rows.contiguous() if isinstance(rows, torch.Tensor) else None,
+            [rows.first, rows.stride, rows.nodes] if isinstance(rows, WindowRows) else [],
+            k_scale,
+            v_scale,
+            returns_kv,
+        )
+
+    # C++.
+    row_index = None if rows is None else rows_tensor(rows)
     has_positions = len(rotation.positions) == len(qkv)
     if has_positions and uses_cpp(qkv, q_norm, k_norm, k_rows, v_rows, backend=backend):
-        at = None if rows is None else rows_tensor(rows).contiguous()
-        norms, store = (q_norm, k_norm, eps), (k_rows, v_rows, at, returns_kv)
-        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.rope_store(
-            qkv.contiguous(), *rotation.compiled_table, num_heads, *norms, interleaved, *store
+        cosines, sines = rotation.compiled_table
+        rotated: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.rope_store(
+            qkv.contiguous(),
+            cosines,
+            sines,
+            num_heads,
+            q_norm,
+            k_norm,
+            eps,
+            interleaved,
+            k_rows,
+            v_rows,
+            None if row_index is None else row_index.contiguous(),
+            returns_kv,
         )
-        return made
+        return rotated
+
+    # torch.
     q, k, v = reference.rope(qkv, rotation.table, num_heads, q_norm, k_norm, eps, interleaved)
-    if k_rows is not None and v_rows is not None and rows is not None:
-        at = rows_tensor(rows)
-        reference.store(k_rows, at, k, k_scale)
-        reference.store(v_rows, at, v, v_scale)
+    if k_rows is not None and v_rows is not None and row_index is not None:
+        reference.store(k_rows, row_index, k, k_scale)
+        reference.store(v_rows, row_index, v, v_scale)
     return (q, k, v) if returns_kv else (q, k[:0], v[:0])

@@ -1,4 +1,4 @@
-"""What all layers of a forward rotate by and where they store: computed once, or by each kernel for itself.
+"""Rotations and rows of a store that all layers of a forward share: computed once, or in each kernel.
 
 Legend: T tokens, B requests, N window nodes, E rotated elements of a head.
 """
@@ -28,16 +28,19 @@ class Rotation:
         """Cosines ``(c, c)`` and signed sines ``(-s, s)``, two halves each, fp32 ``[T, 1, E]``, for the
         reference: the kernel computes its own."""
         angle = self.positions.to(torch.float32)[:, None] * self.inv_freq
-        cos, sin = angle.cos(), angle.sin()
+        cos = angle.cos()
+        sin = angle.sin()
         if self.magnitude != 1.0:
-            cos, sin = cos * self.magnitude, sin * self.magnitude
+            cos = cos * self.magnitude
+            sin = sin * self.magnitude
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
     @cached_property
     def compiled_table(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by C++ (:mod:`eagle_kit.ops.cpu.cpp`), to a rounding error."""
-        given = self.positions.long().contiguous(), self.inv_freq.contiguous(), self.magnitude
-        cosines, sines = torch.ops.eagle_kit_cpp.rotation_table(*given)
+        """:attr:`table` computed in C++ (:mod:`eagle_kit.ops.cpu.cpp`), equal up to a rounding error."""
+        cosines, sines = torch.ops.eagle_kit_cpp.rotation_table(
+            self.positions.long().contiguous(), self.inv_freq.contiguous(), self.magnitude
+        )
         return cosines, sines
 
     def to(self, device: torch.device) -> "Rotation":
@@ -59,7 +62,7 @@ class WindowRows:
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """The rows, int64 ``[B * N]``, for what takes no rule."""
+        """The rows, int64 ``[B * N]``, for implementations that do not compute them."""
         request = torch.arange(self.batch, device=self.device)[:, None] * self.stride
         return (self.first + request + torch.arange(self.nodes, device=self.device)).reshape(-1)
 

@@ -19,7 +19,8 @@ def rotate(
         return torch.cat((rotate(x[..., :size], table, interleaved), x[..., size:]), -1)
     if interleaved:
         halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2)
-        cos, sin = cos.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1))
+        cos = cos.unflatten(-1, (2, -1))
+        sin = sin.unflatten(-1, (2, -1))
         turned = torch.addcmul(halves * cos, halves.flip(-2), sin)
         return turned.transpose(-1, -2).flatten(-2).to(x.dtype)
     half = size // 2

@@ -11,6 +11,9 @@ its row an address that a load must bring first.
 
 Moves T (2 Hq + 4 Hkv) D elements, or T (2 Hq + 6 Hkv) D where k and v are both stored and returned. After Su
 et al. (arXiv 2104.09864); norms of heads after Qwen3 (arXiv 2505.09388).
+
+Legend: T tokens, Hq / Hkv query / key-value heads, D head size, E rotated elements of a head, R rows of a
+store. In kernels: ``a`` and ``b`` first and second members of pairs, ``rest`` the D - E other elements.
 """
 
 import torch
@@ -29,16 +32,22 @@ def _cos_sin(angle):
     is left is at most pi/4, where Taylor's series to r^9 and r^10 are closer than fp32. CUDA's own ``cosf``
     would put an array on the stack for large angles.
     """
+    # The quarter turn k, and the remainder r.
     k = tl.floor(angle * 0.6366197723675814 + 0.5)
     r = tl.fma(k, -1.57079637050628662109375, angle)
     r = tl.fma(k, 4.37113900018624283e-8, r)
     r = tl.fma(k, 1.71512451613e-15, r)
+
+    # Sine and cosine of r.
     z = r * r
     sin = r + r * z * (-1 / 6 + z * (1 / 120 + z * (-1 / 5040 + z * (1 / 362880))))
     cos = 1.0 + z * (-1 / 2 + z * (1 / 24 + z * (-1 / 720 + z * (1 / 40320 + z * (-1 / 3628800)))))
+
+    # Those of the angle: swapped in odd quarters, and with the quarter's signs.
     quarter = k.to(tl.int32)
     is_odd = (quarter & 1) != 0
-    c, s = tl.where(is_odd, sin, cos), tl.where(is_odd, cos, sin)
+    c = tl.where(is_odd, sin, cos)
+    s = tl.where(is_odd, cos, sin)
     return tl.where(((quarter + 1) & 2) != 0, -c, c), tl.where((quarter & 2) != 0, -s, s)
 
 
@@ -51,27 +60,30 @@ def _load_pairs(start, inside, E: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK
         a, b = tl.split(tl.reshape(both, [start.shape[0], BLOCK_HALF, 2]))
     else:
         i = tl.arange(0, BLOCK_HALF)[None, :]
-        here = inside & (i < E // 2)
-        a = tl.load(start + i, here, 0.0).to(tl.float32)
-        b = tl.load(start + E // 2 + i, here, 0.0).to(tl.float32)
+        mask = inside & (i < E // 2)
+        a = tl.load(start + i, mask, 0.0).to(tl.float32)
+        b = tl.load(start + E // 2 + i, mask, 0.0).to(tl.float32)
     return a, b
 
 
 @triton.jit
 def _store_pairs(start, a, b, inside, E: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Store both members of the pairs of the heads at ``start [X, 1]``."""
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK_HALF)[None, :]
         both = tl.reshape(tl.join(a, b), [start.shape[0], 2 * BLOCK_HALF])
         tl.store(start + i, both.to(start.dtype.element_ty), inside & (i < E))
     else:
         i = tl.arange(0, BLOCK_HALF)[None, :]
-        here = inside & (i < E // 2)
-        tl.store(start + i, a.to(start.dtype.element_ty), here)
-        tl.store(start + E // 2 + i, b.to(start.dtype.element_ty), here)
+        mask = inside & (i < E // 2)
+        tl.store(start + i, a.to(start.dtype.element_ty), mask)
+        tl.store(start + E // 2 + i, b.to(start.dtype.element_ty), mask)
 
 
 @triton.jit
 def _normed(x, scale, weight, weight_kind: tl.constexpr, kind: tl.constexpr):
+    """``x`` times the scale of its norm and the weight, rounded to ``kind``; a half weight multiplies what is
+    rounded."""
     x = x * scale
     if weight_kind != tl.float32:
         x = x.to(kind).to(tl.float32)
@@ -107,7 +119,9 @@ def _turn(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Norm and rotate the heads at ``source [X, 1]`` into those at ``out`` and ``stored``."""
+    """Norm and rotate the heads at ``source [X, 1]`` into those at ``out``, if RETURNS, and at ``stored``, if
+    STORES."""
+    # Load the pairs, and the elements that are not rotated.
     kind: tl.constexpr = source.dtype.element_ty
     stored_kind: tl.constexpr = stored.dtype.element_ty
     a, b = _load_pairs(source, inside, E, INTERLEAVED, BLOCK_HALF)
@@ -115,6 +129,8 @@ def _turn(
         i = E + tl.arange(0, BLOCK_REST)[None, :]
         in_rest = inside & (i < D)
         rest = tl.load(source + i, in_rest, 0.0).to(tl.float32)
+
+    # Norm.
     if HAS_NORM:
         total = tl.sum(a * a + b * b, 1)
         if E < D:
@@ -123,21 +139,29 @@ def _turn(
         one = tl.arange(0, 1)[:, None]
         weight_a, weight_b = _load_pairs(weight + one, one == 0, E, INTERLEAVED, BLOCK_HALF)
         weight_kind: tl.constexpr = weight.dtype.element_ty
-        a, b = _normed(a, norm, weight_a, weight_kind, kind), _normed(b, norm, weight_b, weight_kind, kind)
+        a = _normed(a, norm, weight_a, weight_kind, kind)
+        b = _normed(b, norm, weight_b, weight_kind, kind)
         if E < D:
             weight_rest = tl.load(weight + i, i < D, 0.0).to(tl.float32)
             rest = _normed(rest, norm, weight_rest, weight_kind, kind)
+
+    # Rotate.
     j = tl.arange(0, BLOCK_HALF)[None, :]
     c, s = _cos_sin(position * tl.load(inv_freq + j, j < E // 2, 0.0))
-    c, s = c * magnitude, s * magnitude
-    a, b = (a * c - b * s).to(kind).to(tl.float32), (b * c + a * s).to(kind).to(tl.float32)
+    c = c * magnitude
+    s = s * magnitude
+    rotated_a = (a * c - b * s).to(kind).to(tl.float32)
+    rotated_b = (b * c + a * s).to(kind).to(tl.float32)
+
+    # Write the results.
     if RETURNS:
-        _store_pairs(out, a, b, inside, E, INTERLEAVED, BLOCK_HALF)
+        _store_pairs(out, rotated_a, rotated_b, inside, E, INTERLEAVED, BLOCK_HALF)
         if E < D:
             tl.store(out + i, rest.to(kind), in_rest)
     if STORES:
-        a, b = _scaled(a, scale, stored_kind), _scaled(b, scale, stored_kind)
-        _store_pairs(stored, a, b, inside, E, INTERLEAVED, BLOCK_HALF)
+        scaled_a = _scaled(rotated_a, scale, stored_kind)
+        scaled_b = _scaled(rotated_b, scale, stored_kind)
+        _store_pairs(stored, scaled_a, scaled_b, inside, E, INTERLEAVED, BLOCK_HALF)
         if E < D:
             tl.store(stored + i, _scaled(rest, scale, stored_kind).to(stored_kind), in_rest)
 
@@ -178,6 +202,8 @@ def _rope_store(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Norm, rotate and store some heads of one token: query heads, then key heads, then value heads. Grid
+    ``(T, blocks of heads)``; if COUNTS, rows follow the rule of ``WindowRows``."""
     wait_for_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -187,6 +213,7 @@ def _rope_store(
     source = qkv + token * (HQ + 2 * HKV) * D
     block = tl.arange(0, BLOCK_HEADS)[:, None]
     if part < Q_PARTS:
+        # Query heads.
         head = part * BLOCK_HEADS + block
         out = q + (token * HQ + head) * D
         _turn(
@@ -210,16 +237,18 @@ def _rope_store(
             BLOCK_REST,
         )
     else:
+        # Where keys and values are returned and stored.
         head = (part - Q_PARTS) % KV_PARTS * BLOCK_HEADS + block
         returned = (token * HKV + head) * D
         stored = returned
         if STORES:
-            if COUNTS:  # the rule of WindowRows
+            if COUNTS:
                 row = first_row + token // num_nodes * row_stride + token % num_nodes
             else:
                 row = tl.load(rows + token)
             stored = (head.to(tl.int64) * num_rows + row) * D
         if part < Q_PARTS + KV_PARTS:
+            # Key heads.
             _turn(
                 source + (HQ + head) * D,
                 k + returned,
@@ -241,6 +270,7 @@ def _rope_store(
                 BLOCK_REST,
             )
         else:
+            # Value heads, copied.
             i = tl.arange(0, BLOCK_D)[None, :]
             inside = (head < HKV) & (i < D)
             value = tl.load(source + (HQ + HKV + head) * D + i, inside, 0.0)
@@ -255,7 +285,8 @@ def _blocks(num_heads: int, head_dim: int, rotated: int) -> dict[str, int]:
     """Block sizes. 1,024 pairs per program are 16 bytes of each half per thread in half dtypes: one load
     each, and at 16 programs per multiprocessor enough in flight for an H200; a single token still uses
     several multiprocessors. What is not rotated counts as well: it is in registers too."""
-    half, rest = (triton.next_power_of_2(max(1, size)) for size in (rotated // 2, head_dim - rotated))
+    half = triton.next_power_of_2(max(1, rotated // 2))
+    rest = triton.next_power_of_2(max(1, head_dim - rotated))
     heads = max(1, 1024 // (half + rest // 2))
     return {
         "BLOCK_HEADS": min(triton.next_power_of_2(num_heads), 1 << (heads.bit_length() - 1)),
@@ -302,13 +333,17 @@ def rope_store(
     :class:`~.plan.WindowRows` (first, stride, nodes)."""
     q, k, v = _outputs(qkv, num_heads, returns_kv)
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, rotated = k.shape[1], 2 * len(inv_freq)
+    num_kv_heads = k.shape[1]
+    rotated = 2 * len(inv_freq)
     if num_tokens == 0:
         return q, k, v
     assert k_rows is None or v_rows is None or (k_rows.is_contiguous() and v_rows.is_contiguous())
     blocks = _blocks(num_heads, head_dim, rotated)
     heads = blocks["BLOCK_HEADS"]
     grid = (num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))
+    first_row, row_stride, num_nodes = rule or (0, 0, 0)
+
+    # Norms, stores and rows that are not there are not read: any tensors do.
     _rope_store[grid](
         qkv,
         positions,
@@ -322,7 +357,9 @@ def rope_store(
         k if k_rows is None else k_rows,
         v if v_rows is None else v_rows,
         positions if rows is None else rows,
-        *(rule or (0, 0, 0)),
+        first_row,
+        row_stride,
+        num_nodes,
         0 if k_rows is None else k_rows.shape[1],
         eps,
         k_scale,

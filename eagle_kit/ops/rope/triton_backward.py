@@ -26,26 +26,33 @@ def _rotate(
     D: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of one token."""
+    """Rotate some heads of one token. Grid ``(T, blocks of heads)``."""
+    # Each element's partner in its pair, and its place in the tables.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     if INTERLEAVED:
-        partner, place = d ^ 1, (d % 2) * (E // 2) + d // 2
+        partner = d ^ 1
+        place = (d % 2) * (E // 2) + d // 2
     else:
-        partner, place = tl.where(d < E // 2, d + E // 2, d - E // 2), d
-    turns = d < E
+        partner = tl.where(d < E // 2, d + E // 2, d - E // 2)
+        place = d
+
+    # Load the elements, their partners, cosines and sines.
+    in_table = d < E
     row = (token * heads + head)[:, None] * D
     inside = (head < heads)[:, None] & (d < D)[None, :]
-    turned = inside & (head < num_rotated)[:, None] & turns[None, :]
+    is_rotated = inside & (head < num_rotated)[:, None] & in_table[None, :]
     value = tl.load(x + row + d[None, :], inside, 0.0)
-    other = tl.load(x + row + partner[None, :], turned, 0.0).to(tl.float32)
-    c = tl.load(cos + token * E + place, turns, 1.0)
-    s = tl.load(sin + token * E + place, turns, 0.0)
+    other = tl.load(x + row + partner[None, :], is_rotated, 0.0).to(tl.float32)
+    c = tl.load(cos + token * E + place, in_table, 1.0)
+    s = tl.load(sin + token * E + place, in_table, 0.0)
     if INVERSE:
         s = -s
+
+    # Rotate; other elements are copied.
     result = value.to(tl.float32) * c[None, :] + other * s[None, :]
-    result = tl.where(turned, result, value.to(tl.float32))
+    result = tl.where(is_rotated, result, value.to(tl.float32))
     tl.store(out + row + d[None, :], result.to(out.dtype.element_ty), inside)
 
 
@@ -70,7 +77,12 @@ def rope_rotate(
     if x.numel() == 0:
         return out
     _rotate[(tokens, triton.cdiv(heads, HEADS))](
-        *(x, cos, sin, out, heads, num_rotated),
+        x,
+        cos,
+        sin,
+        out,
+        heads,
+        num_rotated,
         D=size,
         E=cos.shape[-1],
         INTERLEAVED=interleaved,
@@ -86,18 +98,18 @@ def _(x, cos, sin, num_rotated, interleaved, inverse):
     return torch.empty_like(x)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, cos, sin, *ctx.how = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, cos, sin, ctx.num_rotated, ctx.interleaved, ctx.inverse = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    num_rotated, interleaved, inverse = ctx.how
     cos, sin = ctx.saved_tensors
-    return rope_rotate(dy.contiguous(), cos, sin, num_rotated, interleaved, not inverse), *[None] * 5
+    dx = rope_rotate(dy.contiguous(), cos, sin, ctx.num_rotated, ctx.interleaved, not ctx.inverse)
+    return dx, None, None, None, None, None
 
 
-rope_rotate.register_autograd(_gradients, setup_context=_keep)
+rope_rotate.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def rotate_heads(

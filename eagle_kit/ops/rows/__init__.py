@@ -1,5 +1,5 @@
-"""Rows of several tables of any dtypes, gathered or written in one launch, on a CPU in one call of C++ where
-it is loaded, as is what is appended to rows.
+"""Rows of several tables of any dtypes: gathered, written or extended by entries, in one launch, or on a CPU
+in one call of C++ where it is loaded.
 
 Legend: M rows of a table, B rows taken, N entries of a row.
 """
@@ -19,11 +19,11 @@ def gather_rows(
     if uses_triton(rows, backend):
         from eagle_kit.ops.rows import triton
 
-        found: list[torch.Tensor] = triton.gather_rows(list(tables), rows.contiguous())
-        return found
+        gathered: list[torch.Tensor] = triton.gather_rows(list(tables), rows.contiguous())
+        return gathered
     if copies_in_cpp(*tables, rows, backend=backend):
-        found = torch.ops.eagle_kit_cpp.gather_rows(list(tables), rows.contiguous())
-        return found
+        gathered = torch.ops.eagle_kit_cpp.gather_rows(list(tables), rows.contiguous())
+        return gathered
     return [table[rows] for table in tables]
 
 
@@ -42,8 +42,8 @@ def write_rows(
         triton.write_rows(list(tables), rows.contiguous(), [value.contiguous() for value in values])
         return
     if copies_in_cpp(*tables, rows, *values, backend=backend):
-        given = [value.contiguous() for value in values]
-        torch.ops.eagle_kit_cpp.write_rows(list(tables), rows.contiguous(), given)
+        contiguous = [value.contiguous() for value in values]
+        torch.ops.eagle_kit_cpp.write_rows(list(tables), rows.contiguous(), contiguous)
         return
     for table, value in zip(tables, values, strict=True):
         table[rows] = value
@@ -58,16 +58,16 @@ def append_rows(
     *,
     backend: Backend | None = None,
 ) -> None:
-    """Write ``values [B, ...]`` behind the entries that ``rows`` int64 ``[B]`` of each table ``[M, N, ...]``
-    have, ``counts`` int64 ``[M]``, over the last one where there are N, and add ``added [B]`` to the counts.
-    A row may repeat only where its content does not matter."""
+    """Append ``values [B, ...]`` to ``rows`` int64 ``[B]`` of each table ``[M, N, ...]``, behind the first
+    ``counts`` int64 ``[M]`` entries of a row, or over the last one where a row is full. ``added [B]`` is then
+    added to the counts. A row may repeat only where its content does not matter."""
     if copies_in_cpp(*tables, counts, rows, *values, added, backend=backend):
-        given = [value.contiguous() for value in values]
+        contiguous = [value.contiguous() for value in values]
         torch.ops.eagle_kit_cpp.append_rows(
-            list(tables), counts, rows.contiguous(), given, added.contiguous()
+            list(tables), counts, rows.contiguous(), contiguous, added.contiguous()
         )
         return
-    known = counts.index_select(0, rows)
+    row_counts = counts.index_select(0, rows)
     for table, value in zip(tables, values, strict=True):
-        table[rows, known.clamp(max=table.shape[1] - 1)] = value
-    counts.index_copy_(0, rows, known + added)
+        table[rows, row_counts.clamp(max=table.shape[1] - 1)] = value
+    counts.index_copy_(0, rows, row_counts + added)

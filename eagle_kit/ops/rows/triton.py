@@ -18,12 +18,16 @@ WIDTHS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @triton.jit
 def _copy_rows(rows, sources, targets, words, WRITES: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a piece of one row of every table, tuples of pointers, whose rows have ``words``."""
-    own = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + own)
-    source_row, target_row = row, own
+    """Copy a piece of one row of every table: from row ``rows[b]`` to row b, or if WRITES from b to
+    ``rows[b]``. Grid ``(B, pieces of the widest rows)``; ``sources`` and ``targets`` are tuples of pointers,
+    ``words`` the sizes of rows."""
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + b)
+    source_row = row
+    target_row = b
     if WRITES:
-        source_row, target_row = own, row
+        source_row = b
+        target_row = row
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for table in tl.static_range(len(sources)):
         size = words[table]
@@ -40,14 +44,24 @@ def _words(table: torch.Tensor) -> torch.Tensor:
 def _launch(
     rows: torch.Tensor, sources: list[torch.Tensor], targets: list[torch.Tensor], writes: bool
 ) -> None:
-    both = zip(sources, targets, strict=True)
-    used = [pair for pair in both if pair[0].numel() and pair[1].numel()]  # a table may have no columns
-    if not used or not len(rows):
+    """Copy rows of ``sources`` to ``targets``."""
+    source_words = []
+    target_words = []
+    for source, target in zip(sources, targets, strict=True):
+        if source.numel() and target.numel():  # a table may have no columns
+            source_words.append(_words(source))
+            target_words.append(_words(target))
+    if not source_words or not len(rows):
         return
-    pairs = [tuple(_words(table) for table in pair) for pair in used]
-    sizes = tuple(source.shape[1] for source, _ in pairs)
+    sizes = tuple(source.shape[1] for source in source_words)
     _copy_rows[(len(rows), triton.cdiv(max(sizes), BLOCK))](
-        rows, *zip(*pairs, strict=True), sizes, WRITES=writes, BLOCK=BLOCK, num_warps=NUM_WARPS
+        rows,
+        tuple(source_words),
+        tuple(target_words),
+        sizes,
+        WRITES=writes,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
     )
 
 

@@ -22,10 +22,15 @@ infinity."""
 class SamplingBatch(NamedTuple):
     """Sampling parameters of a batch. A parameter that no request uses is None, so that it costs nothing.
 
-    ``temperature`` fp32 ``[B]``, 0 for greedy; ``seeds`` int64 ``[B]``; ``top_k`` int64 ``[B]`` (V keeps
-    all); ``top_p``, ``min_p`` fp32 ``[B]``; ``repetition``, ``frequency``, ``presence`` fp32 ``[B]``;
-    ``bias`` fp32 ``[B, V]``; ``prompt_mask`` bool ``[B, V]``, tokens of the prompt; ``counts`` int32 ``[B,
-    V]``, occurrences in the reply so far, the root included.
+    Attributes:
+        temperature: fp32 ``[B]``, 0 for greedy.
+        seeds: int64 ``[B]``.
+        top_k: int64 ``[B]``; V keeps all tokens.
+        top_p, min_p: fp32 ``[B]``.
+        repetition, frequency, presence: fp32 ``[B]``, penalties.
+        bias: fp32 ``[B, V]``.
+        prompt_mask: bool ``[B, V]``, tokens of the prompt.
+        counts: int32 ``[B, V]``, occurrences in the reply so far, the root included.
     """
 
     temperature: torch.Tensor
@@ -42,12 +47,16 @@ class SamplingBatch(NamedTuple):
 
 
 class FilteredLogits(NamedTuple):
-    """Distributions after every node for the Triton kernels: logits, and the bounds of their kept tokens.
+    """Distributions after every node for the Triton kernels: logits, and the bounds of the tokens that
+    filters keep.
 
-    ``logits [B, N, V]``, as they were filtered; ``stats`` fp32 ``[B, N, 3]``: the best logit, the
-    temperature, and the distance ``(best - logit) / temperature`` up to which tokens are kept; ``last`` int32
-    ``[B, N]``, the last token kept among those at exactly that distance; ``sums`` fp64 ``[B, N, C]``, sum of
-    ``exp(-distance)`` over the kept tokens of every chunk of the vocabulary.
+    Attributes:
+        logits: ``[B, N, V]``, unfiltered.
+        stats: fp32 ``[B, N, 3]``: the best logit, the temperature, and the distance ``(best - logit) /
+            temperature`` up to which tokens are kept.
+        last: int32 ``[B, N]``, the last token kept among those at exactly that distance.
+        sums: fp64 ``[B, N, C]``, sum of ``exp(-distance)`` over the kept tokens of every chunk of the
+            vocabulary.
     """
 
     logits: torch.Tensor
@@ -73,32 +82,39 @@ def make_sampling_batch(
         with_tables: make the tables of the vocabulary that penalties and biases need.
     """
 
-    def column(name: str, neutral: float, kind: torch.dtype = torch.float32) -> torch.Tensor | None:
+    def column(name: str, neutral: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
         values = [getattr(p, name) for p in params]
         if all(value == neutral for value in values):
             return None
-        return to_device([min(value, LARGEST) for value in values], device, kind)
+        return to_device([min(value, LARGEST) for value in values], device, dtype)
 
-    top_k = top_p = None
+    # Filters.
+    top_k = None
     if any(p.top_k for p in params):
         top_k = to_device([min(p.top_k or vocab_size, vocab_size) for p in params], device)
-    if (top_p := column("top_p", 1.0)) is not None:
+    top_p = column("top_p", 1.0)
+    if top_p is not None:
         top_p = top_p.clamp(min=SMALLEST)
+
+    # Penalties.
     repetition = column("repetition_penalty", 1.0)
-    frequency, presence = column("frequency_penalty", 0.0), column("presence_penalty", 0.0)
     if repetition is not None:
         repetition = repetition.clamp(min=SMALLEST)
-    bias = prompt_mask = counts = None
+    frequency = column("frequency_penalty", 0.0)
+    presence = column("presence_penalty", 0.0)
+
+    # Tables of the vocabulary.
+    bias = None
     if with_tables and any(p.has_bias for p in params):
         bias = torch.zeros(len(params), vocab_size, device=device)
         for row, p in zip(bias, params, strict=True):
             write_bias(row, p)
+    prompt_mask = None
     if with_tables and repetition is not None:
-        rows = [i for i, prompt in enumerate(prompts) for _ in prompt]
-        tokens = [token for prompt in prompts for token in prompt]
         prompt_mask = torch.zeros(len(params), vocab_size, dtype=torch.bool, device=device)
-        entries = to_device([i * vocab_size + token for i, token in zip(rows, tokens, strict=True)], device)
-        prompt_mask.view(-1).index_fill_(0, entries, True)
+        entries = [i * vocab_size + token for i, prompt in enumerate(prompts) for token in prompt]
+        prompt_mask.view(-1).index_fill_(0, to_device(entries, device), True)
+    counts = None
     if with_tables and any(p.has_penalties for p in params):
         counts = torch.zeros(len(params), vocab_size, dtype=torch.int32, device=device)
     return SamplingBatch(
@@ -145,17 +161,19 @@ def adjust_logits(
         ``[B, N, V]``, a new tensor when anything is changed.
     """
     if batch.counts is not None:
+        # Occurrences of every token in the reply and on a node's path, [B, N, V]; the reply has the root.
         b, n, v = logits.shape
         node = torch.arange(n, device=logits.device)
         on_path = ((ancestors[:, :, None] >> node) & 1) * (node > 0)
         index = tokens[:, None].expand(b, n, n)
         counts = batch.counts[:, None].expand(b, n, v).clone()
         counts.scatter_add_(2, index, on_path.to(torch.int32))
+
         if batch.repetition is not None and batch.prompt_mask is not None:
             penalty = batch.repetition[:, None, None]
             seen = batch.prompt_mask[:, None] | (counts > 0)
-            logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-            logits = logits.clamp(max=LARGEST)
+            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(seen, penalised, logits).clamp(max=LARGEST)
         if batch.frequency is not None:
             logits = logits - batch.frequency[:, None, None] * counts
         if batch.presence is not None:
@@ -175,9 +193,8 @@ def target_distribution(
 
     logits = logits.contiguous()
     floors = None if batch.min_p is None else -batch.min_p.log()
-    return FilteredLogits(
-        logits, *triton.filter_logits(logits, batch.temperature, batch.top_k, batch.top_p, floors)
-    )
+    stats, last, sums = triton.filter_logits(logits, batch.temperature, batch.top_k, batch.top_p, floors)
+    return FilteredLogits(logits, stats, last, sums)
 
 
 def distribution_parts(distribution: torch.Tensor | FilteredLogits) -> list[torch.Tensor]:
@@ -212,10 +229,13 @@ def target_probs(
     """
     if uses_triton(logits, backend):
         return probabilities(target_distribution(logits, batch, backend=backend))
+    # Distance of every token from the best one in units of the temperature, 0..inf.
     greedy = (batch.temperature == 0)[:, None, None]
-    best, at = logits.max(-1, keepdim=True)
-    distance = best - logits  # distance of every token from the best one, 0..inf
+    best, best_id = logits.max(-1, keepdim=True)
+    distance = best - logits
     distance /= torch.where(greedy, 1.0, batch.temperature[:, None, None])
+
+    # Each filter puts the tokens that it excludes at infinity.
     if batch.top_k is not None:
         kept = nearest(distance, torch.ones_like(distance), batch.top_k[:, None, None].double())
         distance.masked_fill_(~kept, float("inf"))
@@ -225,9 +245,11 @@ def target_probs(
         distance.masked_fill_(~kept, float("inf"))
     if batch.min_p is not None:
         distance.masked_fill_(distance > -batch.min_p.log()[:, None, None], float("inf"))
+
+    # Greedy requests take the best token alone.
     probs = distance.neg_().softmax(-1)
-    at_best = torch.where(greedy, 1.0, probs.gather(-1, at))
-    return probs.masked_fill_(greedy, 0.0).scatter_(-1, at, at_best)
+    best_prob = torch.where(greedy, 1.0, probs.gather(-1, best_id))
+    return probs.masked_fill_(greedy, 0.0).scatter_(-1, best_id, best_prob)
 
 
 def counts_after(counts: torch.Tensor, tokens: torch.Tensor, num_emitted: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ CHUNK = 1024
 """Number of addends that are summed in fp32; the chunks' sums are added in fp64. Chunks also make the order
 of additions independent of the number of rows of a call."""
 
-_ROUNDS, _INFINITY = 31, 0x7F800000
+_ROUNDS = 31
+_INFINITY = 0x7F800000
 
 
 def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -> torch.Tensor:
@@ -34,6 +35,7 @@ def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -
     Returns:
         bool ``[B, N, V]``.
     """
+    # Chunks of tokens, whose sums do not depend on the number of rows.
     chunk = min(CHUNK, distance.shape[-1])
     padding = (0, -distance.shape[-1] % chunk)
     chunks = (*distance.shape[:-1], -1, chunk)
@@ -41,13 +43,18 @@ def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -
     w = functional.pad(weights, padding).view(chunks)
     taken = torch.empty_like(w)
     need = need.expand(*distance.shape[:-1], 1)
+
+    # Bisection: the weight within ``low`` is less than needed, that within ``high`` is not.
     low = torch.full_like(need, -1, dtype=torch.int32)
     high = torch.full_like(low, _INFINITY)
     for _ in range(_ROUNDS):
         middle = low + (high - low) // 2
         torch.le(d, middle.view(torch.float32)[..., None], out=taken)
         is_enough = _weight(taken, w) >= need
-        low, high = torch.where(is_enough, low, middle), torch.where(is_enough, middle, high)
+        low = torch.where(is_enough, low, middle)
+        high = torch.where(is_enough, middle, high)
+
+    # All tokens below the bound, and of those at the bound as many as are still needed.
     bound = high.view(torch.float32)
     missing = need - _weight(torch.lt(d, bound[..., None], out=taken), w)
     tied = distance == bound
@@ -56,4 +63,5 @@ def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -
 
 
 def _weight(taken: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Sum of ``w`` over the tokens ``taken``, fp64 ``[B, N, 1]``; ``taken`` is overwritten."""
     return taken.mul_(w).sum(-1).sum(-1, keepdim=True, dtype=torch.float64)

@@ -11,18 +11,24 @@ import torch
 from eagle_kit.ops.backend import Backend, uses_triton
 from eagle_kit.ops.sampling.distribution import FilteredLogits, distribution_parts, probabilities
 
-TARGET_UNIFORMS, DRAFT_UNIFORMS, VERIFY_UNIFORMS = 0, 1, 2
-"""Streams: the target's token at a position, a draft token, and the acceptance of a sampled draft."""
+TARGET_UNIFORMS = 0
+"""Stream of the target's token at a position."""
+DRAFT_UNIFORMS = 1
+"""Stream of draft tokens."""
+VERIFY_UNIFORMS = 2
+"""Stream of the acceptance of sampled draft tokens."""
 
 _MIX = (-0xAE502812AA7333, -0x3B314601E57A13AD)
 _GOLDEN = -0x61C8864680B583EB
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift int64 words as unsigned ones."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's finaliser of int64 words."""
     for factor in _MIX:
         x = (x ^ _shift_right(x, 33)) * factor
     return x ^ _shift_right(x, 33)
@@ -125,6 +131,7 @@ def sample_distinct(
     probs = probs.nan_to_num(0.0, 0.0, 0.0).clamp_(min=0.0)
     unused = torch.ones_like(probs)
     for k in range(uniforms.shape[1]):
+        # Without a token left, the uniform 0 takes the lowest unused id.
         left = probs * unused
         is_empty = left.amax(-1, keepdim=True) <= 0
         uniform = torch.where(is_empty[:, 0], 0.0, uniforms[:, k])

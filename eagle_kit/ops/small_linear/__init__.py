@@ -1,7 +1,7 @@
 """Linear layers of at most 64 rows, whose time is that of reading the weight once.
 
-Models call :func:`eagle_kit.ops.linear.linear`, which uses the Triton kernel where a table of measured
-forms says so, and layers with fp8 weights, which always do: cuBLAS has no counterpart for them.
+Models call :func:`eagle_kit.ops.linear.linear`, which uses the Triton kernel where the engine has measured it
+to be faster. Layers with fp8 weights always use it, since cuBLAS has no counterpart.
 
 Legend: M rows, N output features, K input features.
 """
@@ -17,7 +17,7 @@ from eagle_kit.ops.swiglu import swiglu
 __all__ = ["fits_triton", "scales_fit", "small_linear", "small_linear_swiglu"]
 
 TILE = 128
-"""Largest tile of K, of which the columns that share a scale are a multiple."""
+"""Largest tile of K. The number of columns that share a scale must be a multiple of it."""
 
 
 def scales_fit(weight: FP8Weight) -> bool:
@@ -29,21 +29,21 @@ def scales_fit(weight: FP8Weight) -> bool:
 def fits_triton(x: torch.Tensor, weight: torch.Tensor | FP8Weight, bias: torch.Tensor | None = None) -> bool:
     """Return whether the Triton kernel supports these inputs: at most 64 rows of a half dtype, the weight in
     the same one or in fp8 with scales of rows or of a multiple of 128 columns, no gradient."""
-    held = weight
     if isinstance(weight, FP8Weight):
-        held = weight.values
-        if held.dtype != E4M3 or not scales_fit(weight):
+        values = weight.values
+        if values.dtype != E4M3 or not scales_fit(weight):
             return False
-    elif weight.dtype != x.dtype:
-        return False
-    assert isinstance(held, torch.Tensor)
+    else:
+        values = weight
+        if values.dtype != x.dtype:
+            return False
     return (
         x.ndim == 2
         and x.shape[0] <= MAX_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
-        and held.stride(1) == 1
+        and values.stride(1) == 1
         and not torch.is_autocast_enabled(x.device.type)
-        and not is_differentiated(x, held, *(() if bias is None else (bias,)))
+        and not is_differentiated(x, values, bias)
     )
 
 
@@ -86,7 +86,8 @@ def small_linear_swiglu(
 def _operands(
     weight: torch.Tensor | FP8Weight, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int]]:
-    """Weight, scales, bias and block as the operators of Triton take them; no block is scales of rows."""
+    """Weight, scales, bias and block as Triton's operators take them; an empty block means scales of rows."""
     if not isinstance(weight, FP8Weight):
         return weight, None, bias, []
-    return weight.values, weight.scales, bias, [] if weight.is_by_row else list(weight.block)
+    block = [] if weight.is_by_row else list(weight.block)
+    return weight.values, weight.scales, bias, block

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from eagle_kit.ops.fp8 import FP8Weight
 
 MAX_ROWS = 64
-"""Largest M of the Triton forms."""
+"""Largest M of the Triton kernels."""
 
 
 def small_linear(

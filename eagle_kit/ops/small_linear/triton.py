@@ -8,14 +8,14 @@ each output (SCALED) ``y_n = scale_n sum_k w8_nk x_k`` is scaled after the sum; 
 (GROUPED; DeepSeek-V3, arXiv 2412.19437, section 3.3) the product of each tile, whose columns share them, is
 scaled in fp32 before it is added. No scaled weight is rounded.
 
-GATED layers are gate and up of SwiGLU, one below the other: rows of both take turns in a block, so that a
-program, or the second launch, has both of an output and writes ``silu(gate) up`` only, rounded where the
-activation of its own rounds.
+GATED layers are gate and up of SwiGLU, one below the other. Their rows alternate in a block, so that a
+program, or the second launch, has gate and up of an output and writes ``silu(gate) up`` only, rounded as the
+separate activation rounds it.
 
 Bytes: the weight once, x once per block of outputs (out of L2), and 8 S M N for partial sums. S depends on N
 and K only, so that K is summed in the same runs for any M.
 
-Legend: M rows, N outputs, K inputs, S runs.
+Legend: M rows, N outputs, K inputs, S runs. In kernels: ``m`` rows, ``n`` outputs, ``k`` inputs of a tile.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,7 @@ AHEAD = tl.constexpr(4)
 
 @triton.jit
 def _finish(value, scales, bias, n, inside, SCALED: tl.constexpr, BIASED: tl.constexpr):
+    """Apply the scales and the bias of the outputs ``n`` to their sums."""
     if SCALED:
         value *= tl.load(scales + n, inside, 0.0)
     if BIASED:
@@ -57,7 +58,9 @@ def _finish(value, scales, bias, n, inside, SCALED: tl.constexpr, BIASED: tl.con
 
 @triton.jit
 def _activated(gate, up, kind: tl.constexpr):
-    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+    """``silu(gate) up``, rounded to ``kind`` as separate operations round it."""
+    gate = gate.to(kind).to(tl.float32)
+    up = up.to(kind).to(tl.float32)
     return (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
 
 
@@ -67,17 +70,25 @@ def _multiply(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of outputs and a run of K, for all rows. EVEN if K is a multiple of BLOCK. With PDL,
-    the first tiles of the weight are brought to the cache while the launch before still runs."""
+    """Multiply a block of outputs and a run of K, for all rows. Grid ``(blocks of N, S)``.
+
+    EVEN if K is a multiple of BLOCK. With PDL, the first tiles of the weight are brought to the cache while
+    the launch before still runs.
+    """
+    # The outputs of this block; of GATED layers gate and up alternate.
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    there = n < num_outputs
+    is_output = n < num_outputs
     if GATED:
         n = n // 2 + n % 2 * (num_outputs // 2)
-    m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK)
     run = tl.cdiv(tl.cdiv(size, BLOCK), splits) * BLOCK
     first = tl.program_id(1) * run
-    held = tl.minimum(n, num_outputs - 1)
-    w_rows = weight + held.to(tl.int64) * weight_stride
+
+    # Addresses of the weight, whose first tiles are brought to the cache, and of x. Outputs behind the last
+    # repeat it.
+    n_clamped = tl.minimum(n, num_outputs - 1)
+    w_rows = weight + n_clamped.to(tl.int64) * weight_stride
     if PDL:
         gdc_launch_dependents()
         LINES: tl.constexpr = AHEAD * BLOCK * (weight.dtype.element_ty.primitive_bitwidth // 8) // LINE
@@ -85,18 +96,20 @@ def _multiply(
         gdc_wait()
     w_at = w_rows[:, None] + k[None, :]
     if GROUPED:
-        scale_at = scales + held // group_rows * tl.cdiv(size, group_size)
+        scale_at = scales + n_clamped // group_rows * tl.cdiv(size, group_size)
     x_at = x + m[:, None] * size + k[None, :]
-    present = (m < num_rows)[:, None]
+    is_row = (m < num_rows)[:, None]
+
+    # The product, transposed, a tile of K at a time.
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(first, tl.minimum(first + run, size), BLOCK):
         if EVEN:
             w = tl.load(w_at + start)
-            rows = tl.load(x_at + start, present, 0.0)
+            rows = tl.load(x_at + start, is_row, 0.0)
         else:
-            inside = (start + k < size)[None, :]
-            w = tl.load(w_at + start, inside, 0.0)
-            rows = tl.load(x_at + start, present & inside, 0.0)
+            is_input = (start + k < size)[None, :]
+            w = tl.load(w_at + start, is_input, 0.0)
+            rows = tl.load(x_at + start, is_row & is_input, 0.0)
         if weight.dtype.element_ty == tl.int8:
             w = widened(w)
         if GROUPED:
@@ -104,20 +117,22 @@ def _multiply(
             acc += tl.dot(w.to(rows.dtype), tl.trans(rows)) * scale[:, None]
         else:
             acc = tl.dot(w.to(rows.dtype), tl.trans(rows), acc)
+
+    # Partial sums are stored as they are, [S, M, N]; whole ones are finished, and activated in pairs.
     row_at = m.to(tl.int64)
     if SPLIT:
         row_at += tl.program_id(1) * num_rows
     else:
-        acc = _finish(acc, scales, bias, n[:, None], there[:, None], SCALED, BIASED)
+        acc = _finish(acc, scales, bias, n[:, None], is_output[:, None], SCALED, BIASED)
     if GATED and not SPLIT:
         pairs = tl.permute(tl.reshape(acc, [OUTPUTS // 2, 2, ROWS]), [0, 2, 1])
         gate, up = tl.split(pairs)
         acc = _activated(gate, up, out.dtype.element_ty)
         num_outputs = num_outputs // 2
         n = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        there = n < num_outputs
-    to = out + row_at[None, :] * num_outputs + n[:, None]
-    tl.store(to, acc.to(out.dtype.element_ty), (m < num_rows)[None, :] & there[:, None])
+        is_output = n < num_outputs
+    out_at = out + row_at[None, :] * num_outputs + n[:, None]
+    tl.store(out_at, acc.to(out.dtype.element_ty), (m < num_rows)[None, :] & is_output[:, None])
 
 
 @triton.jit
@@ -125,11 +140,12 @@ def _sum_of_runs(
     partial, scales, bias, n, inside, num_rows, num_outputs, splits,
     SCALED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(1).to(tl.int64) * num_outputs + n
-    step = tl.cast(num_rows, tl.int64) * num_outputs
+    """Sum of the runs of the outputs ``n`` of a program's row, finished."""
+    first = tl.program_id(1).to(tl.int64) * num_outputs + n
+    run_stride = tl.cast(num_rows, tl.int64) * num_outputs
     total = n * 0.0
     for split in range(splits):
-        total += tl.load(partial + split * step + at, inside, 0.0)
+        total += tl.load(partial + split * run_stride + first, inside, 0.0)
     return _finish(total, scales, bias, n, inside, SCALED, BIASED)
 
 
@@ -138,7 +154,7 @@ def _add_up(
     partial, scales, bias, out, num_rows, num_outputs, splits,
     SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of some outputs of one row in the order of K."""
+    """Add the partial sums of some outputs of one row in the order of K. Grid ``(blocks of outputs, M)``."""
     wait_for_launch(PDL)
     size = num_outputs // 2 if GATED else num_outputs
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -149,8 +165,8 @@ def _add_up(
             partial, scales, bias, n + size, inside, num_rows, num_outputs, splits, SCALED, BIASED
         )  # fmt: skip
         total = _activated(total, up, out.dtype.element_ty)
-    at = tl.program_id(1).to(tl.int64) * size + n
-    tl.store(out + at, total.to(out.dtype.element_ty), inside)
+    out_at = tl.program_id(1).to(tl.int64) * size + n
+    tl.store(out + out_at, total.to(out.dtype.element_ty), inside)
 
 
 class LinearBlocks(NamedTuple):
@@ -168,13 +184,16 @@ def row_bucket(m: int) -> int:
 
 
 def choose_blocks(rows: int, itemsize: int, facts: DeviceFacts) -> LinearBlocks:
-    """Tiles for a bucket of M. A tile is 16 KB of bf16 weights or 8 of fp8, and 4, 8 or 16 of x; as many deep
-    as fit twice (``PROGRAMS``) on a multiprocessor. An H200's latency asks for 23 KB in flight, these are
-    over 70 there."""
-    wanted = (6 if rows < 64 else 4) if itemsize == 1 else (4 if rows < 64 else 3)
-    block, stages = facts.fit(
-        64 if facts.is_small and itemsize == 2 else 128, wanted, 64 * itemsize + 2 * rows, programs=PROGRAMS
-    )
+    """Tiles for a bucket of M.
+
+    A tile is 16 KB of bf16 weights or 8 KB of fp8, and 4, 8 or 16 KB of x. There are as many stages as fit
+    ``PROGRAMS`` times on a multiprocessor. An H200's latency needs 23 KB in flight; these are over 70 there.
+    """
+    stages = 4 if rows < 64 else 3
+    if itemsize == 1:
+        stages = 6 if rows < 64 else 4
+    block = 64 if facts.is_small and itemsize == 2 else 128
+    block, stages = facts.fit(block, stages, 64 * itemsize + 2 * rows, programs=PROGRAMS)
     return LinearBlocks(64, block, 4, stages)
 
 
@@ -186,11 +205,12 @@ def choose_splits(programs: int, tiles: int, slots: int) -> int:
     The cost in tiles (1 microsecond on an H200): the number of waves times the tiles of a program and one for
     its startup; and three for the second launch.
     """
-    choices = range(1, max(1, min(tiles, 32)) + 1)
-    return min(
-        choices,
-        key=lambda s: (triton.cdiv(programs * s, slots) * (triton.cdiv(tiles, s) + 1) + 3 * (s > 1), s),
-    )
+
+    def cost(splits: int) -> int:
+        waves = triton.cdiv(programs * splits, slots)
+        return waves * (triton.cdiv(tiles, splits) + 1) + (3 if splits > 1 else 0)
+
+    return min(range(1, max(1, min(tiles, 32)) + 1), key=cost)
 
 
 @torch.library.custom_op("eagle_kit::small_linear", mutates_args=())
@@ -227,7 +247,10 @@ def _launch(
     out: torch.Tensor,
     gated: bool,
 ) -> torch.Tensor:
-    (m, k), n = x.shape, weight.shape[0]
+    """Multiply into ``out``, and return it."""
+    # Check the operands.
+    m, k = x.shape
+    n = weight.shape[0]
     assert m <= MAX_ROWS and x.element_size() == 2 and weight.stride(1) == 1
     assert (weight.dtype == x.dtype) == (scales is None)
     group_rows, group_size = block or (1, k)
@@ -236,21 +259,28 @@ def _launch(
         assert scales.shape == (triton.cdiv(n, group_rows), triton.cdiv(k, group_size))
     if m == 0:
         return out
+
+    # Tiles, and the number of runs of K, whose partial sums need memory.
     rows = row_bucket(m)
     facts = device_facts(x.device)
     blocks = choose_blocks(rows, weight.element_size(), facts)
-    programs, tiles = triton.cdiv(n, blocks.outputs), triton.cdiv(k, blocks.block)
+    programs = triton.cdiv(n, blocks.outputs)
+    tiles = triton.cdiv(k, blocks.block)
     splits = choose_splits(programs, tiles, PROGRAMS * facts.multiprocessors)
-    to = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
+    sums = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     assert not block or group_size % blocks.block == 0
-    operands = (x if scales is None else scales, x if bias is None else bias)
+
+    # Scales and biases that are not there are not read: any tensors do.
+    scales_or_any = x if scales is None else scales
+    bias_or_any = x if bias is None else bias
     finish = {"SCALED": scales is not None and not block, "BIASED": bias is not None, "GATED": gated}
     finish |= launch_options(x.device)
     _multiply[(programs, splits)](
         x,
         weight if scales is None or facts.converts_fp8 else weight.view(torch.int8),
-        *operands,
-        to,
+        scales_or_any,
+        bias_or_any,
+        sums,
         m,
         n,
         k,
@@ -270,7 +300,7 @@ def _launch(
     )
     if splits > 1:
         _add_up[(triton.cdiv(out.shape[1], 512), m)](
-            to, *operands, out, m, n, splits, **finish, BLOCK=512, num_warps=4
+            sums, scales_or_any, bias_or_any, out, m, n, splits, **finish, BLOCK=512, num_warps=4
         )
     return out
 

@@ -15,7 +15,7 @@ from eagle_kit.ops.soft_cross_entropy.reference import (
     Teacher,
     WeightGrads,
     Weights,
-    carried,
+    attach_gradient,
     cross_entropy_rows,
     fuse,
     fused_rows,
@@ -26,7 +26,7 @@ __all__ = [
     "Teacher",
     "WeightGrads",
     "Weights",
-    "carried",
+    "attach_gradient",
     "linear_soft_cross_entropy",
 ]
 
@@ -48,28 +48,31 @@ def linear_soft_cross_entropy(
         h: ``[M, H]``.
         weight: ``[Vd, H]``, or several whose columns together are H; one that is frozen costs no gradient.
         teacher: distributions, and the rows that learn from them.
-        row_loss: another loss of a row's logits; it has the torch form only, and so have ``factors`` of the
+        row_loss: another loss of a row's logits. It is computed by torch only, as are ``factors`` of the
             teacher and several weights.
-        weight_grad: as ``weight``; the gradient of ``weight`` is added to it at once, and ``loss`` then has
-            none to give, see :func:`carried`.
-        chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; the result's rounding
-            depends on them, its value does not. By default 128 and 640; on a GPU 640 and 640 in the torch
-            form, where launches cost more than a cache saves, and 4,096 in the Triton form, whose chunks are
-            its groups.
+        weight_grad: of the form of ``weight``. The gradient of ``weight`` is added to it in the forward, and
+            the backward of ``loss`` gives ``weight`` none, see :func:`attach_gradient`.
+        chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; they change the
+            rounding of the result only. By default 128 and 640; on a GPU 640 and 640 in torch, where launches
+            cost more than a cache saves, and 4,096 in Triton, whose chunks are its groups.
     """
     weights = (weight,) if isinstance(weight, torch.Tensor) else weight
     given = weight_grad if isinstance(weight_grad, tuple) else (weight_grad,) * len(weights)
     if row_loss is None and teacher.factors is None and len(weights) == 1 and uses_triton(h, backend):
         from eagle_kit.ops.soft_cross_entropy import triton
 
-        dtype, chunk = matmul_dtype(h), group_rows or triton.CHUNK_ROWS
+        dtype = matmul_dtype(h)
+        chunk = group_rows or triton.CHUNK_ROWS
         row_weights = teacher.row_weights.float().contiguous()
-        tensors = teacher.probs.contiguous(), teacher.index.contiguous(), row_weights
+        probs = teacher.probs.contiguous()
+        index = teacher.index.contiguous()
 
         def rows(h: torch.Tensor, weights: Weights, grads: WeightGrads) -> RowResults:
-            grown = weights[0].new_empty(0) if grads[0] is None else grads[0]
-            losses, best, dh = triton.linear_soft_cross_entropy_(h, weights[0], *tensors, grown, dtype, chunk)
-            return losses, best, row_weights, None, dh
+            dw = weights[0].new_empty(0) if grads[0] is None else grads[0]
+            losses, best, dh = triton.linear_soft_cross_entropy_(
+                h, weights[0], probs, index, row_weights, dw, dtype, chunk
+            )
+            return RowResults(losses, best, row_weights, None, dh)
 
         return fuse(h, weights, rows, given)
     in_torch = partial(

@@ -2,8 +2,8 @@
 
 For a row with feature h, teacher p (sum 1), weight c and z = W h:
 
-    loss = c (logsumexp(z) - p . z),     dz = c (softmax(z) - p),     dh = dz W,     dW = sum over rows of dz
-    h^T.
+    loss = c (logsumexp(z) - p . z),     dz = c (softmax(z) - p),
+    dh = dz W,                           dW = sum over rows of dz h^T.
 
 The forward computes loss and gradients chunk by chunk (the idea of Liger's fused linear cross-entropy,
 arXiv 2410.10989): three matmuls, nothing recomputed, one chunk of logits alive.
@@ -44,8 +44,9 @@ class Teacher:
         row_weights: fp32 ``[M]``.
         mass: fp32 ``[P]``, the share of the target's probability that the draft vocabulary has, for losses in
             the acceptance rate; None when the draft can propose every token.
-        factors: makes a factor of every row's weight from the draft's probability of the teacher's best
-            token, both fp32 ``[M]``, so that all rows are one group; None leaves the weights as they are.
+        factors: function from the draft's probability of the teacher's best token to a factor of the row's
+            weight, both fp32 ``[M]``. It needs all rows at once, so all are one group. None leaves the
+            weights as they are.
     """
 
     probs: torch.Tensor
@@ -56,9 +57,16 @@ class Teacher:
 
 
 class SoftCrossEntropy(NamedTuple):
-    """``loss``, a differentiable scalar, the weighted sum; ``row_losses [M]``, unweighted; ``best`` int64
-    ``[M]``, the most likely draft id of each row; ``row_weights [M]``, factors included; ``acceptance [M]``,
-    the probability that a sampled draft is accepted, of losses that tell it."""
+    """Loss of all rows.
+
+    Attributes:
+        loss: the weighted sum, a differentiable scalar.
+        row_losses: ``[M]``, unweighted.
+        best: int64 ``[M]``, the most likely draft id of each row.
+        row_weights: ``[M]``, factors included.
+        acceptance: ``[M]``, the probability that a sampled draft token is accepted; None where the loss does
+            not compute it.
+    """
 
     loss: torch.Tensor
     row_losses: torch.Tensor
@@ -74,10 +82,11 @@ WeightGrads = tuple[torch.Tensor | None, ...]
 
 
 RowLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Any]
-"""``(z, top, p, c, mass) -> (losses, dz, acceptance)`` for a chunk of rows: logits fp32 ``[rows, Vd]``, which
-it may overwrite, their largest ``[rows]``, the teacher ``[rows, Vd]``, weights ``[rows]``, and the share of
-the target's probability that the draft vocabulary has, ``[rows]`` or None. The acceptance rate ``[rows]`` is
-None where nobody asks for it."""
+"""Loss of a chunk of rows: ``(z, top, p, c, mass) -> (losses, dz, acceptance)``.
+
+The arguments are the logits fp32 ``[rows, Vd]``, which it may overwrite, their largest ``[rows]``, the
+teacher ``[rows, Vd]``, the weights ``[rows]``, and the share of the target's probability that the draft
+vocabulary has, ``[rows]`` or None. The acceptance rate ``[rows]`` is None unless it was asked for."""
 
 
 def cross_entropy_rows(
@@ -92,17 +101,27 @@ def cross_entropy_rows(
     return losses, z.addcmul_(p, c[:, None], value=-1.0), None
 
 
-RowResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+class RowResults(NamedTuple):
+    """Fields of :class:`SoftCrossEntropy` of all rows, and ``dh``, the gradient of h."""
+
+    row_losses: torch.Tensor
+    best: torch.Tensor
+    row_weights: torch.Tensor
+    acceptance: torch.Tensor | None
+    dh: torch.Tensor
+
+
 Rows = Callable[[torch.Tensor, Weights, WeightGrads], RowResults]
-"""``(h, weights, grads) -> (row_losses, best, row_weights, acceptance, dh)`` for all rows; adds the weights'
-gradients to ``grads``."""
+"""``(h, weights, grads) -> results`` for all rows; adds the weights' gradients to ``grads``."""
 
 
 class FusedRows(torch.autograd.Function):
     """Weighted sum of row losses whose gradients are computed in the forward: ``(h, rows, weight_grads,
     is_trained, *weights) -> (loss, row_losses, best, row_weights, acceptance)``, see
-    :func:`linear_soft_cross_entropy`. The forward adds to ``weight_grads``, so it must not be run again under
-    activation checkpointing."""
+    :func:`linear_soft_cross_entropy`.
+
+    The forward adds to ``weight_grads``, so it must not be run again under activation checkpointing.
+    """
 
     @staticmethod
     def forward(
@@ -113,30 +132,31 @@ class FusedRows(torch.autograd.Function):
         is_trained: tuple[bool, ...],
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
-        mine = [
-            torch.zeros_like(weight) if learns and given is None else None
-            for weight, learns, given in zip(weights, is_trained, weight_grads, strict=True)
-        ]
-        grads = tuple(
-            (own if given is None else given) if learns else None
-            for own, given, learns in zip(mine, weight_grads, is_trained, strict=True)
-        )
-        row_losses, best, row_weights, acceptance, dh = rows(h, weights, grads)
-        ctx.save_for_backward(dh, *mine)
-        ctx.mark_non_differentiable(
-            *(part for part in (row_losses, best, row_weights, acceptance) if part is not None)
-        )
-        return (row_losses * row_weights).sum(), row_losses, best, row_weights, acceptance
+        # Gradients of trained weights: the given ones, or new ones, which the backward returns.
+        own_grads: list[torch.Tensor | None] = []
+        grads: list[torch.Tensor | None] = []
+        for weight, learns, given in zip(weights, is_trained, weight_grads, strict=True):
+            own = torch.zeros_like(weight) if learns and given is None else None
+            own_grads.append(own)
+            grads.append(given if learns and own is None else own)
+
+        results = rows(h, weights, tuple(grads))
+        ctx.save_for_backward(results.dh, *own_grads)
+        outputs = (results.row_losses, results.best, results.row_weights, results.acceptance)
+        ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
+        return (results.row_losses * results.row_weights).sum(), *outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dh, *mine = ctx.saved_tensors
-        own = (None if each is None else each * grads[0] for each in mine)
-        return dh * grads[0], None, None, None, *own
+        dh, *own_grads = ctx.saved_tensors
+        scaled = (None if own is None else own * grads[0] for own in own_grads)
+        return dh * grads[0], None, None, None, *scaled
 
 
 class _Carried(torch.autograd.Function):
+    """``(weight, gradient) -> 0``; the gradient of ``weight`` is ``gradient``."""
+
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gradient)
@@ -148,7 +168,7 @@ class _Carried(torch.autograd.Function):
         return ctx.saved_tensors[0].mul_(grads[0]), None  # its only reader
 
 
-def carried(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def attach_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A zero whose gradient with respect to ``weight`` is ``gradient``.
 
     Added to the sum of several losses, it passes on the gradient that they have accumulated in their
@@ -172,7 +192,7 @@ def fused_rows(
     gradients to ``grads``. Matmuls run in the dtype of autocast, everything else in fp32."""
     dtype = matmul_dtype(h)
     with torch.autocast(h.device.type, enabled=False):  # a loss may be written with a matmul of its own
-        return _fused_rows(h, weights, grads, dtype, teacher, row_loss, (chunk_rows, group_rows))
+        return _fused_rows(h, weights, grads, dtype, teacher, row_loss, chunk_rows, group_rows)
 
 
 def _fused_rows(
@@ -182,48 +202,66 @@ def _fused_rows(
     dtype: torch.dtype,
     teacher: Teacher,
     row_loss: RowLoss,
-    block: tuple[int, int],
+    chunk_rows: int,
+    group_rows: int,
 ) -> RowResults:
-    (chunk_rows, group_rows), m, vd = block, h.shape[0], weights[0].shape[0]
-    row_weights, tokens, confidence = teacher.row_weights, None, None
+    # With factors, all rows are one group, and the draft's probability of the teacher's best token is kept.
+    m = h.shape[0]
+    row_weights = teacher.row_weights
+    best_tokens = None
+    best_probs = None
     if teacher.factors is not None:
         group_rows = m + ROWS  # all rows, with those of padding
-        tokens, confidence = teacher.probs.argmax(-1), torch.empty(m, dtype=torch.float32, device=h.device)
-    dh, widths = torch.empty_like(h), [weight.shape[1] for weight in weights]
+        best_tokens = teacher.probs.argmax(-1)
+        best_probs = torch.empty(m, dtype=torch.float32, device=h.device)
+
+    # Results, operands in ``dtype``, which are cast once, and dz of a group.
+    dh = torch.empty_like(h)
+    widths = [weight.shape[1] for weight in weights]
     h = padded_rows(h.to(dtype))
-    weights = tuple(weight.to(dtype) for weight in weights)  # cast once, not once a chunk
+    weights = tuple(weight.to(dtype) for weight in weights)
     row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
     best = torch.empty(m, dtype=torch.int64, device=h.device)
-    rates: list[torch.Tensor] = []
-    group = torch.empty(min(group_rows, h.shape[0]), vd, dtype=dtype, device=h.device)
+    acceptance: list[torch.Tensor] = []
+    group = torch.empty(min(group_rows, h.shape[0]), weights[0].shape[0], dtype=dtype, device=h.device)
     for base in range(0, m, group_rows):
         end = min(base + group_rows, m)
         for start in range(base, end, chunk_rows):
+            # Logits of a chunk, and the teacher of its rows.
             rows = slice(start, min(start + chunk_rows, end))
-            z, at = _logits(h[rows], weights, widths), teacher.index[rows]
+            z = _logits(h[rows], weights, widths)
+            index = teacher.index[rows]
             top, best[rows] = z.max(-1)
-            mass = None if teacher.mass is None else teacher.mass[at]
-            if tokens is not None and confidence is not None:
-                said = z.gather(-1, tokens[at][:, None])[:, 0]
-                confidence[rows] = (said - z.logsumexp(-1)).exp()
-            row_losses[rows], gradient, rate = row_loss(
-                z, top, teacher.probs[at], teacher.row_weights[rows], mass
+            mass = None if teacher.mass is None else teacher.mass[index]
+            if best_tokens is not None and best_probs is not None:
+                best_logits = z.gather(-1, best_tokens[index][:, None])[:, 0]
+                best_probs[rows] = (best_logits - z.logsumexp(-1)).exp()
+
+            # Losses and dz, then dh.
+            row_losses[rows], gradient, rates = row_loss(
+                z, top, teacher.probs[index], teacher.row_weights[rows], mass
             )
-            rates += [] if rate is None else [rate]
+            if rates is not None:
+                acceptance.append(rates)
             dz = group[rows.start - base : rows.stop - base]
             dz.copy_(gradient)
             for part, weight in zip(dh[rows].split(widths, 1), weights, strict=True):
                 part.copy_(linear(dz, weight.t()))
-        if teacher.factors is not None and confidence is not None:  # the gradient is linear in the weights
-            factors = teacher.factors(confidence)
-            row_weights, dh = row_weights * factors, dh * factors[:, None]
+
+        # Apply the factors: gradients are linear in the weights of rows.
+        if teacher.factors is not None and best_probs is not None:
+            factors = teacher.factors(best_probs)
+            row_weights = row_weights * factors
+            dh = dh * factors[:, None]
             h = h * pad(factors, (0, h.shape[0] - m))[:, None].to(dtype)
+
+        # Gradients of the weights, over the rows of the group, padded with zeros.
         last = min(base + group_rows, h.shape[0])
         group[end - base : last - base] = 0.0
         for dw, states in zip(grads, h[base:last].split(widths, 1), strict=True):
             if dw is not None:
                 _add_product(dw, group[: last - base].t(), states)
-    return row_losses, best, row_weights, torch.cat(rates) if rates else None, dh
+    return RowResults(row_losses, best, row_weights, torch.cat(acceptance) if acceptance else None, dh)
 
 
 def _logits(h: torch.Tensor, weights: Weights, widths: list[int]) -> torch.Tensor:
@@ -236,7 +274,7 @@ def _logits(h: torch.Tensor, weights: Weights, widths: list[int]) -> torch.Tenso
 
 
 def _add_product(dw: torch.Tensor, dz: torch.Tensor, states: torch.Tensor) -> None:
-    """Add ``dz [Vd, M]`` times ``states [M, H]`` to ``dw``."""
+    """Add ``dz [Vd, M]`` times ``states [M, H]`` to ``dw [Vd, H]``."""
     step = len(dw) if dw.is_cuda else GRADIENT_WORDS
     for words in range(0, len(dw), step):
         dw[words : words + step] += linear(dz[words : words + step], states.t())
@@ -245,4 +283,5 @@ def _add_product(dw: torch.Tensor, dz: torch.Tensor, states: torch.Tensor) -> No
 def fuse(h: torch.Tensor, weights: Weights, rows: Rows, weight_grads: WeightGrads) -> SoftCrossEntropy:
     """Apply :class:`FusedRows` to the work of ``rows``."""
     is_trained = tuple(is_differentiated(weight) for weight in weights)
-    return SoftCrossEntropy(*FusedRows.apply(h, rows, weight_grads, is_trained, *weights))
+    outputs = FusedRows.apply(h, rows, weight_grads, is_trained, *weights)
+    return SoftCrossEntropy(*outputs)

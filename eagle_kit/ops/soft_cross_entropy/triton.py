@@ -20,7 +20,8 @@ Bytes per row, e those of a logit: (3 e + 8) Vd, of which (e + 4) Vd are read a 
 Memory: e Vd bytes for each row of one chunk; for every row 12 bytes, its gradient of h, and h once more where
 autocast changes its type; the gradient of the weight once, and the product that is added to it.
 
-Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions.
+Legend: M rows, H hidden, Vd draft vocabulary, P teacher positions. In the kernel: ``i`` ids of a block, ``z``
+their logits.
 """
 
 import torch
@@ -36,12 +37,15 @@ CHUNK_ROWS = 4096
 
 @triton.jit
 def _soft_cross_entropy(logits, probs, index, row_weights, losses, best, vocab, BLOCK: tl.constexpr):
+    """Loss and most likely id of one row, and its gradient, which replaces the logits. Grid ``(M,)``."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
     z_row = logits + row.to(tl.int64) * vocab
     p_row = probs + tl.load(index + row).to(tl.int64) * vocab
+
+    # First pass: maximum, its place, sum of exponentials and p . z of each lane.
     lane = tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], -1e38, tl.float32)
+    lane_max = tl.full([BLOCK], -1e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     dot = tl.zeros([BLOCK], tl.float32)
     place = tl.zeros([BLOCK], tl.int32)
@@ -50,21 +54,25 @@ def _soft_cross_entropy(logits, probs, index, row_weights, losses, best, vocab, 
         inside = i < vocab
         z = tl.load(z_row + i, inside, float("-inf")).to(tl.float32)
         dot += tl.load(p_row + i, inside, 0.0) * tl.where(inside, z, 0.0)
-        rise = (z - top) * LOG2_E
+        rise = (z - lane_max) * LOG2_E
         e = tl.exp2(-tl.abs(rise))
         total = tl.where(rise > 0, total * e + 1.0, total + e)
         place = tl.where(rise > 0, i, place)
-        top = tl.where(rise > 0, z, top)
-    highest = tl.max(top, 0)
-    mass = tl.sum(total * tl.exp2((top - highest) * LOG2_E), 0)
-    tl.store(losses + row, highest + tl.log(mass) - tl.sum(dot, 0))
-    tl.store(best + row, tl.min(tl.where(top == highest, place, vocab - 1), 0).to(tl.int64))
-    c = tl.load(row_weights + row)
+        lane_max = tl.where(rise > 0, z, lane_max)
+
+    # Merge the lanes, and store the loss and the most likely id.
+    row_max = tl.max(lane_max, 0)
+    row_sum = tl.sum(total * tl.exp2((lane_max - row_max) * LOG2_E), 0)
+    tl.store(losses + row, row_max + tl.log(row_sum) - tl.sum(dot, 0))
+    tl.store(best + row, tl.min(tl.where(lane_max == row_max, place, vocab - 1), 0).to(tl.int64))
+
+    # Second pass: the gradient.
+    weight = tl.load(row_weights + row)
     for first in range(0, vocab, BLOCK):
         i = first + lane
         inside = i < vocab
         z = tl.load(z_row + i, inside, float("-inf")).to(tl.float32)
-        dz = c * (tl.exp2((z - highest) * LOG2_E) / mass - tl.load(p_row + i, inside, 0.0))
+        dz = weight * (tl.exp2((z - row_max) * LOG2_E) / row_sum - tl.load(p_row + i, inside, 0.0))
         tl.store(z_row + i, dz.to(logits.dtype.element_ty), inside)
 
 
@@ -113,11 +121,13 @@ def linear_soft_cross_entropy_(
     Returns:
         The losses of rows, the most likely ids, and the gradient of ``h``.
     """
-    rows, vocab = h.shape[0], weight.shape[0]
+    rows = h.shape[0]
+    vocab = weight.shape[0]
     dh = torch.empty_like(h)
     losses = h.new_empty(rows, dtype=torch.float32)
     best = h.new_empty(rows, dtype=torch.int64)
-    h, weight = h.to(dtype), weight.to(dtype)
+    h = h.to(dtype)
+    weight = weight.to(dtype)
     logits = h.new_empty(min(chunk_rows, rows), vocab)
     for start in range(0, rows, chunk_rows):
         chunk = slice(start, min(start + chunk_rows, rows))

@@ -4,6 +4,8 @@
 dy silu(g)`` and ``dg = dy u s (1 + g (1 - s))``. Half types are rounded where torch rounds ``F.silu(g) * u``.
 
 Bytes: 3 T I elements forward, 5 T I backward. After Shazeer (arXiv 2002.05202).
+
+Legend: T rows, I intermediate size.
 """
 
 import torch
@@ -15,38 +17,42 @@ from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
 
 @triton.jit
 def _load(gate_up, size, BLOCK: tl.constexpr):
-    """Load a program's piece of a row: its offsets in ``gate_up`` and in the output, gate, up, and ``1 +
-    exp(-gate)``."""
+    """Load a program's piece of a row: its offsets in ``gate_up`` and in the output, their mask, gate, up,
+    and ``1 + exp(-gate)``."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
-    at = row * 2 * size + i
-    gate = tl.load(gate_up + at, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up + at + size, inside, 0.0).to(tl.float32)
-    return at, row * size + i, inside, gate, up, 1.0 + tl.exp(-gate)
+    gate_at = row * 2 * size + i
+    gate = tl.load(gate_up + gate_at, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + gate_at + size, inside, 0.0).to(tl.float32)
+    return gate_at, row * size + i, inside, gate, up, 1.0 + tl.exp(-gate)
 
 
 @triton.jit
 def _swiglu(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A piece of one row. Grid ``(T, pieces of I)``."""
     wait_for_launch(PDL)
-    _, at_out, inside, gate, up, divisor = _load(gate_up, size, BLOCK)
+    _, out_at, inside, gate, up, divisor = _load(gate_up, size, BLOCK)
     kind: tl.constexpr = out.dtype.element_ty
     silu = (gate / divisor).to(kind).to(tl.float32)
-    tl.store(out + at_out, (silu * up).to(kind), inside)
+    tl.store(out + out_at, (silu * up).to(kind), inside)
 
 
 @triton.jit
 def _swiglu_backward(d_out, gate_up, d_gate_up, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Gradient of a piece of one row. Grid ``(T, pieces of I)``."""
     wait_for_launch(PDL)
-    at, at_out, inside, gate, up, divisor = _load(gate_up, size, BLOCK)
+    gate_at, out_at, inside, gate, up, divisor = _load(gate_up, size, BLOCK)
     kind: tl.constexpr = gate_up.dtype.element_ty
-    d = tl.load(d_out + at_out, inside, 0.0).to(tl.float32)
+    upstream = tl.load(d_out + out_at, inside, 0.0).to(tl.float32)
+
+    # Gradients of gate and up; the silu is rounded as in the forward.
     silu = (gate / divisor).to(kind).to(tl.float32)
-    d_silu = (d * up).to(kind).to(tl.float32)
+    d_silu = (upstream * up).to(kind).to(tl.float32)
     sigmoid = 1.0 / divisor
     d_gate = d_silu * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(d_gate_up + at, d_gate.to(kind), inside)
-    tl.store(d_gate_up + at + size, (d * silu).to(kind), inside)
+    tl.store(d_gate_up + gate_at, d_gate.to(kind), inside)
+    tl.store(d_gate_up + gate_at + size, (upstream * silu).to(kind), inside)
 
 
 def _blocks(size: int, itemsize: int) -> dict[str, int]:
@@ -57,6 +63,7 @@ def _blocks(size: int, itemsize: int) -> dict[str, int]:
 
 
 def _launch(kernel, gate_up: torch.Tensor, *tensors: torch.Tensor) -> None:
+    """Launch ``kernel`` with ``tensors`` over the rows of ``gate_up``."""
     size = gate_up.shape[-1] // 2
     if gate_up.numel() == 0:
         return
@@ -95,12 +102,12 @@ def _(d_out, gate_up):
     return torch.empty_like(gate_up)
 
 
-def _remember(ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx, d_out):
+def _gradients(ctx, d_out):
     return swiglu_backward(d_out.contiguous(), *ctx.saved_tensors)
 
 
-swiglu.register_autograd(_differentiate, setup_context=_remember)
+swiglu.register_autograd(_gradients, setup_context=_setup_context)

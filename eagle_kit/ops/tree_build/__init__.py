@@ -1,4 +1,6 @@
-"""Expansion of a draft tree, and the window to verify built from its candidates.
+"""Expansion of a draft tree, and its reranking to the window to verify (EAGLE-2, arXiv 2406.16858).
+
+``reference.py`` has the algorithm with its phases.
 
 Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates.
 """
@@ -27,14 +29,14 @@ __all__ = [
 def start_beam(
     tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape, *, backend: Backend | None = None
 ) -> tuple[Beam, Candidates]:
-    """First beam and the record of candidates, from the candidates of depth 1: ``tokens`` int64 and
-    ``scores`` fp32 ``[B, K]``. Later depths of the record are filled by :func:`grow_beam`."""
-    form: Any = reference
-    if uses_triton(scores, backend):
-        from eagle_kit.ops.tree_build import triton
+    """Make the first beam, and the record of all candidates, whose later depths :func:`grow_beam` fills.
 
-        form = triton
-    return form.start_beam(tokens.contiguous(), scores.contiguous(), shape)
+    Args:
+        tokens: int64 ``[B, K]``, candidates of depth 1.
+        scores: fp32 ``[B, K]``, their log-probabilities.
+        shape: S, K and N.
+    """
+    return _implementation(scores, backend).start_beam(tokens.contiguous(), scores.contiguous(), shape)
 
 
 def grow_beam(
@@ -46,7 +48,8 @@ def grow_beam(
     *,
     backend: Backend | None = None,
 ) -> Beam:
-    """Keep the K best of the K^2 children that draft step ``step`` proposed, the earlier among equals.
+    """Expansion: keep the K best of the K^2 children that draft step ``step`` proposed, the earlier among
+    equals.
 
     Args:
         beam: the nodes of depth ``step``, as returned by :func:`start_beam` or the step before.
@@ -55,12 +58,9 @@ def grow_beam(
         next_scores: fp32 ``[B * K, K]``, their log-probabilities given their parents.
         step: from 1 to S - 1.
     """
-    form: Any = reference
-    if uses_triton(next_scores, backend):
-        from eagle_kit.ops.tree_build import triton
-
-        form = triton
-    return form.grow_beam(beam, candidates, next_tokens.contiguous(), next_scores.contiguous(), step)
+    return _implementation(next_scores, backend).grow_beam(
+        beam, candidates, next_tokens.contiguous(), next_scores.contiguous(), step
+    )
 
 
 def tree_build(
@@ -72,27 +72,28 @@ def tree_build(
     *,
     backend: Backend | None = None,
 ) -> Tree:
-    """Keep the best N - 1 candidates, the earlier among equals.
+    """Reranking: keep the best N - 1 candidates, the earlier among equals.
 
     Args:
         roots: int64 ``[B]``, the last emitted token of each request.
         tokens: int64 ``[B, n]``, target ids of all candidates.
         scores: fp32 ``[B, n]``, log-probability of the path to each.
-        parents: int64 ``[B, n]``, candidate number of each one's parent, -1 at depth 1.
+        parents: int64 ``[B, n]``, candidate index of each one's parent, -1 at depth 1.
     """
-    form: Any = reference
-    if uses_triton(scores, backend):
-        from eagle_kit.ops.tree_build import triton
-
-        form = triton
-    return form.tree_build(roots, tokens.contiguous(), scores.contiguous(), parents.contiguous(), shape)
+    return _implementation(scores, backend).tree_build(
+        roots, tokens.contiguous(), scores.contiguous(), parents.contiguous(), shape
+    )
 
 
 def chain_build(roots: torch.Tensor, tokens: torch.Tensor, *, backend: Backend | None = None) -> Tree:
     """The window of a chain, which keeps every candidate: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
-    form: Any = reference
-    if uses_triton(tokens, backend):
+    return _implementation(tokens, backend).chain_build(roots, tokens.contiguous())
+
+
+def _implementation(tensor: torch.Tensor, backend: Backend | None) -> Any:
+    """Module that implements the operations for ``tensor``."""
+    if uses_triton(tensor, backend):
         from eagle_kit.ops.tree_build import triton
 
-        form = triton
-    return form.chain_build(roots, tokens.contiguous())
+        return triton
+    return reference

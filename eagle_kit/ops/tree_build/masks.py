@@ -1,10 +1,10 @@
 """Tree masks of other engines, made from ancestors' bits.
 
-Engines and attention libraries say which keys a window's node attends to in one of three forms: over prefix
-and window (``FULL_MASK`` of SGLang, the custom mask of FlashInfer), over the window only (``QLEN_ONLY``), or
-that in bits (``QLEN_ONLY_BITPACKING``). The bits are the form used here; the others follow from them.
+Engines and attention libraries have three formats for the keys that a window's node attends to: a mask over
+prefix and window (``FULL_MASK`` of SGLang, the custom mask of FlashInfer), a mask over the window
+(``QLEN_ONLY``), or that mask in bits (``QLEN_ONLY_BITPACKING``). This package uses the bits.
 
-Legend: B requests, N nodes that ask, M keys of a window, P keys of a request's prefix.
+Legend: B requests, N query nodes, M keys of a window, P keys of a request's prefix.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def tree_mask(
             among them.
         form: ``full``, ``window`` or ``packed``.
         prefix: P of each request, for ``full`` only; every node attends to all of it.
-        num_keys: M, if it is not N: a draft step asks for its last nodes only.
+        num_keys: M, if it is not N: in a draft step only the last nodes are queries.
 
     Returns:
         ``full``: bool ``[sum of N (P + M)]``, the requests' masks ``[N, P + M]`` one after another.

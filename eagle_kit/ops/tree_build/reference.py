@@ -1,7 +1,12 @@
 """Expansion and reranking of a draft tree (EAGLE-2, arXiv 2406.16858) in torch, the reference of the kernels.
 
-Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates. Candidates are
-numbered in the order they were drafted: 0..K-1 at depth 1, then K * K at every further depth.
+Expansion (section 4.1, :func:`start_beam` and :func:`grow_beam`): every draft step runs the K nodes of the
+beam, drafts K children of each, and the K best of these K^2 are the next beam. The value of a node is the
+log-probability of the path to it: the sum of the draft's log-probabilities. Reranking (section 4.2,
+:func:`tree_build`): of all candidates of all depths the N - 1 of the highest value are verified.
+
+Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates. A candidate's
+index is its place in the order of drafting: 0..K-1 at depth 1, then K^2 at every further depth.
 """
 
 from typing import NamedTuple
@@ -13,8 +18,13 @@ from eagle_kit.ops.attention.window import ancestor_bits, chain_bits
 
 
 class Tree(NamedTuple):
-    """A window to verify: ``tokens`` target ids, ``parents`` window indices (the root's is 0), ``depths``,
-    and ``ancestors`` as bits; int64 ``[B, N]`` each, the root first and parents before their children.
+    """A window to verify, int64 ``[B, N]`` each, the root first and parents before their children.
+
+    Attributes:
+        tokens: target ids.
+        parents: window index of each node's parent; 0 for the root.
+        depths: 0 for the root.
+        ancestors: bit j of a node is set if node j is its ancestor, or the node itself.
     """
 
     tokens: torch.Tensor
@@ -24,16 +34,16 @@ class Tree(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """The K nodes that a draft step extends, best first; int64 except ``scores``.
+    """The K nodes that a draft step runs, best first; int64 except ``scores``.
 
     Attributes:
         tokens: ``[B, K]``, target ids.
         scores: fp32 ``[B, K]``, log-probabilities of the paths to them.
-        ids: ``[B, K]``, their candidate numbers.
-        rows: ``[B * K]``, row of the last step's output that holds each node's features (at first, row of the
-            state, one per request).
-        ancestors: ``[B, K]``, bits over the scratch window of all beams so far, each node's own included; a
-            node beyond bit 63 has none of its own.
+        ids: ``[B, K]``, their candidate indices.
+        rows: ``[B * K]``, row of each node's features: in the output of the last step, or in the first beam
+            in the draft state, one row a request.
+        ancestors: ``[B, K]``, bits over the scratch window of all beams so far: ancestors, and the node
+            itself. Nodes of the last depth may have no bit of their own, because they are not run.
     """
 
     tokens: torch.Tensor
@@ -44,9 +54,13 @@ class Beam(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """All candidates of a draft in the order they were drafted, ``[B, n]`` each: target ids ``tokens``
-    int64, ``scores`` fp32 of the paths to them, and the candidate numbers of their ``parents`` int64, -1
-    at depth 1."""
+    """All candidates of a draft in the order of drafting, ``[B, n]`` each.
+
+    Attributes:
+        tokens: int64, target ids.
+        scores: fp32, log-probabilities of the paths to them.
+        parents: int64, candidate index of each one's parent; -1 at depth 1.
+    """
 
     tokens: torch.Tensor
     scores: torch.Tensor
@@ -66,43 +80,79 @@ def top_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> tuple[Beam, Candidates]:
-    """First beam and the record of candidates, from ``tokens``, ``scores [B, K]`` of depth 1."""
+    """Make the first beam, and the record of all candidates.
+
+    Args:
+        tokens: int64 ``[B, K]``, candidates of depth 1.
+        scores: fp32 ``[B, K]``, their log-probabilities.
+        shape: S, K and N.
+    """
     b, topk = tokens.shape
-    k = torch.arange(topk, device=tokens.device).expand(b, topk)
-    rows = torch.arange(b, device=tokens.device).repeat_interleave(topk)
+    device = tokens.device
+
+    # The record of all candidates; later depths are written by grow_beam.
     size = (b, num_candidates(shape))
     candidates = Candidates(tokens.new_empty(size), scores.new_empty(size), tokens.new_empty(size))
-    candidates.tokens[:, :topk], candidates.scores[:, :topk] = tokens, scores
+    candidates.tokens[:, :topk] = tokens
+    candidates.scores[:, :topk] = scores
     candidates.parents[:, :topk] = -1
-    return Beam(tokens, scores, k, rows, torch.ones_like(k) << k), candidates
+
+    # All of depth 1 are the first beam. Node k is key k of the scratch, and attends to itself.
+    ids = torch.arange(topk, device=device).expand(b, topk)
+    rows = torch.arange(b, device=device).repeat_interleave(topk)
+    return Beam(tokens, scores, ids, rows, torch.ones_like(ids) << ids), candidates
 
 
 def grow_beam(
     beam: Beam, candidates: Candidates, next_tokens: torch.Tensor, next_scores: torch.Tensor, step: int
 ) -> Beam:
-    """Next beam from ``next_tokens``, ``next_scores [B * K, K]``; the children are recorded."""
+    """Record the K^2 children of a beam, and make the next beam of the K best.
+
+    Args:
+        beam: nodes of depth ``step``.
+        candidates: record of all candidates; the children are written into it.
+        next_tokens: int64 ``[B * K, K]``, children of each node.
+        next_scores: fp32 ``[B * K, K]``, their log-probabilities given their parent.
+        step: from 1 to S - 1.
+    """
     b, topk = beam.tokens.shape
+
+    # Expansion (EAGLE-2, section 4.1): value of a child = value of its parent + its log-probability.
     tokens = next_tokens.view(b, topk**2)
     scores = (beam.scores[:, :, None] + next_scores.view(b, topk, topk)).view(b, topk**2)
+
+    # Record the children for the reranking.
     first = topk + (step - 1) * topk**2
-    for record, made in zip(candidates, (tokens, scores, beam.ids.repeat_interleave(topk, 1)), strict=True):
-        record[:, first : first + topk**2] = made
-    best = top_scores(scores, topk)
-    up = best // topk
-    start = torch.arange(b, device=best.device)[:, None] * topk
+    children = slice(first, first + topk**2)
+    candidates.tokens[:, children] = tokens
+    candidates.scores[:, children] = scores
+    candidates.parents[:, children] = beam.ids.repeat_interleave(topk, 1)
+
+    # The K best are the next beam.
+    best = top_scores(scores, topk)  # [B, K], indices among the K^2 children
+    parent = best // topk  # [B, K], indices in the beam
+
+    # Node k of the next beam is key ``step * K + k`` of the scratch. It attends to its parent's ancestors and
+    # to itself. Nodes of the last depth are not run, so keys from 64 on need no bit.
     key = step * topk + torch.arange(topk, device=best.device)
-    own = torch.where(key < 64, torch.ones_like(key) << key.clamp(max=63), 0)
+    node_bit = torch.where(key < 64, torch.ones_like(key) << key.clamp(max=63), 0)
+    first_row = torch.arange(b, device=best.device)[:, None] * topk
     return Beam(
         tokens=tokens.gather(1, best),
         scores=scores.gather(1, best),
         ids=first + best,
-        rows=(start + up).view(-1),
-        ancestors=beam.ancestors.gather(1, up) | own,
+        rows=(first_row + parent).view(-1),
+        ancestors=beam.ancestors.gather(1, parent) | node_bit,
     )
 
 
 def chain_build(roots: torch.Tensor, tokens: torch.Tensor) -> Tree:
-    """The window of a chain, which keeps every candidate: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
+    """Make the window of a chain, which keeps every candidate.
+
+    Args:
+        roots: int64 ``[B]``.
+        tokens: int64 ``[B, S]``.
+    """
     b, steps = tokens.shape
     depths = torch.arange(steps + 1, device=roots.device).expand(b, steps + 1)
     bits = chain_bits(steps + 1, roots.device).expand(b, steps + 1)
@@ -112,21 +162,37 @@ def chain_build(roots: torch.Tensor, tokens: torch.Tensor) -> Tree:
 def tree_build(
     roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, shape: SpecShape
 ) -> Tree:
-    """Keep the best N - 1 candidates, ``tokens``, ``scores`` and ``parents [B, n]``.
+    """Make the window of the N - 1 candidates of the highest value, and the root.
 
-    A candidate counts no more than its ancestors, which have smaller numbers. So those of the best are among
-    the best, whatever the scores hold, also when probabilities round to 1.
+    The window is a tree: the value of a candidate is first capped at the values of its ancestors, ancestors
+    have smaller indices, and among equal values the smaller index is selected. So every ancestor of a
+    selected candidate is selected too, even where log-probabilities round to 0 or are NaN.
+
+    Args:
+        roots: int64 ``[B]``.
+        tokens: int64 ``[B, n]``, target ids of all candidates.
+        scores: fp32 ``[B, n]``, log-probabilities of the paths to them.
+        parents: int64 ``[B, n]``, candidate index of each one's parent; -1 at depth 1.
+        shape: S, K and N.
     """
-    number = torch.arange(parents.shape[1], device=parents.device)
-    up = torch.where(parents < 0, number, parents)
-    for _ in range((shape.steps - 1).bit_length()):  # 1, 3, 7, ... ancestors
-        scores, up = torch.minimum(scores, scores.gather(1, up)), up.gather(1, up)
-    chosen = top_scores(scores, shape.tokens - 1).sort(1).values
+    # Cap every value at the smallest on its path. After r rounds 2^r - 1 ancestors are included.
+    index = torch.arange(parents.shape[1], device=parents.device)
+    ancestor = torch.where(parents < 0, index, parents)  # [B, n]; a candidate of depth 1 is its own
+    for _ in range((shape.steps - 1).bit_length()):
+        scores = torch.minimum(scores, scores.gather(1, ancestor))
+        ancestor = ancestor.gather(1, ancestor)
+
+    # Reranking (EAGLE-2, section 4.2): the N - 1 best of all depths, in the order of drafting.
+    chosen = top_scores(scores, shape.tokens - 1).sort(1).values  # [B, N - 1], candidate indices
+
+    # Window index of each one's parent; the root is 0.
     chosen_parents = parents.gather(1, chosen)
-    at = torch.searchsorted(chosen, chosen_parents.clamp(min=0)) + 1
+    parent_index = torch.searchsorted(chosen, chosen_parents.clamp(min=0)) + 1
     root = roots[:, None]
     zero = torch.zeros_like(root)
-    window_parents = torch.cat((zero, torch.where(chosen_parents < 0, 0, at)), 1)
+    window_parents = torch.cat((zero, torch.where(chosen_parents < 0, 0, parent_index)), 1)
+
+    # Depth, by the candidate's index: K candidates at depth 1, K^2 at each further one.
     depth = torch.where(chosen < shape.topk, 1, 2 + (chosen - shape.topk) // shape.topk**2)
     return Tree(
         tokens=torch.cat((root, tokens.gather(1, chosen)), 1),

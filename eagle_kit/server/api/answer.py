@@ -116,7 +116,8 @@ class Answer(ABC, Generic[BodyT]):
 
     async def events(self) -> AsyncIterator[str]:
         """Iterate over the events of the response."""
-        options, head = self.body.stream_options, self._head(1)
+        options = self.body.stream_options
+        head = self._head(1)
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
         left_out = {"speculation"} if with_usage or continuous else {"speculation", "usage"}
@@ -150,7 +151,8 @@ class Answer(ABC, Generic[BodyT]):
     def _speculation(self) -> dict[str, Speculation]:
         if not self.body.return_speculation:
             return {}
-        generation, reasons = self.generation, self.service.reasons()
+        generation = self.generation
+        reasons = self.service.reasons()
         return {"speculation": Speculation.of(generation.stats(), generation.shapes(), reasons)}
 
 

@@ -37,7 +37,8 @@ class ChatAnswer(Answer[ChatRequest]):
         readers: parser of each reply into reasoning, content and calls; None for a reply that is content.
     """
 
-    response, event = ChatResponse, ChatChunk
+    response = ChatResponse
+    event = ChatChunk
     kinds = ("chat.completion", "chat.completion.chunk")
 
     def __init__(
@@ -69,13 +70,13 @@ class ChatAnswer(Answer[ChatRequest]):
             return cls(service, body, generation, readers)
 
         # A reply under a grammar, which begins behind the reasoning.
-        bound = await service.off_loop(http, forms.bound, prompt)
+        constrained = await service.off_loop(http, forms.constrained, prompt)
         generation = await service.generate(
-            http, body, [prompt], "chatcmpl", bound.shown_tokens, bound.thought
+            http, body, [prompt], "chatcmpl", constrained.shown_tokens, constrained.thought
         )
         readers = []
         for _ in generation.replies:
-            reader = None if bound.make_reader is None else bound.make_reader()
+            reader = None if constrained.make_reader is None else constrained.make_reader()
             readers.append(ChosenCallReader(body.chosen_function, reader) if body.must_call else reader)
         return cls(service, body, generation, readers)
 
@@ -139,7 +140,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def _end(self, index: int) -> str:
         """Return the text of the token that ended a reply; empty if no token did."""
         request = self.generation.replies[index].request
-        is_ended = request.finish_reason == "stop" and request.reply.num_shown < len(request.token_ids)
+        is_ended = request.finish_reason == "stop" and request.reply.num_text_tokens < len(request.token_ids)
         return self.service.llm.tokenizer.convert_ids_to_tokens(request.token_ids[-1]) if is_ended else ""
 
     def _finish_reason(self, index: int, delta: Delta) -> str | None:

@@ -16,7 +16,8 @@ from eagle_kit.server.reply import Delta
 class CompletionAnswer(Answer[CompletionRequest]):
     """Continuations of texts or of token ids."""
 
-    response, event = CompletionResponse, CompletionChunk
+    response = CompletionResponse
+    event = CompletionChunk
     kinds = ("text_completion", "text_completion")
 
     def __init__(

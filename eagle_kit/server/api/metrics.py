@@ -72,7 +72,8 @@ class _EngineCollector:
     """Collector of an engine's own counters, read at every scrape."""
 
     def __init__(self, engine: "Engine", model_name: str) -> None:
-        self._engine, self._model = engine, model_name
+        self._engine = engine
+        self._model = model_name
 
     def collect(self) -> Iterable[Any]:
         """Iterate over all families; called by the registry."""
@@ -84,7 +85,8 @@ class _EngineCollector:
                 made.add_metric([self._model, str(value)] if label else [self._model], count)
             return made
 
-        engine, totals = self._engine, self._engine.totals
+        engine = self._engine
+        totals = self._engine.totals
         accepted = list(totals.spec.num_accepted_at)
         gauges = (
             ("num_requests_running", "Requests in the batch.", engine.num_running),
@@ -124,10 +126,13 @@ class _EngineCollector:
         text = "Requests by finish reason."
         yield family(CounterMetricFamily, "request_success", text, finished, "finished_reason")
         shapes = [(str(shape), count) for shape, count in sorted(dict(totals.shapes).items())]
-        name, text = "spec_decode_num_cycles", "Cycles by shape: steps,topk,tokens, or none."
+        name = "spec_decode_num_cycles"
+        text = "Cycles by shape: steps,topk,tokens, or none."
         yield family(CounterMetricFamily, name, text, shapes, "shape")
         gains = [(choice.batch_size, choice.gain) for choice in engine.choices()]
-        name, text = "spec_decode_expected_speedup", "Of the chosen shape over plain decoding, by batch size."
+        name = "spec_decode_expected_speedup"
+        text = "Of the chosen shape over plain decoding, by batch size."
         yield family(GaugeMetricFamily, name, text, gains, "batch_size")
-        name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth."
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        text = "Accepted draft tokens by depth."
         yield family(CounterMetricFamily, name, text, enumerate(accepted), "position")

@@ -52,7 +52,9 @@ class RequestContext:
         api_key: str | None = None,
         allowed_hosts: frozenset[str] | None = None,
     ) -> None:
-        self.app, self._draining, self._key = app, draining, api_key
+        self.app = app
+        self._draining = draining
+        self._key = api_key
         self._count = count
         self._allowed_hosts = allowed_hosts
 

@@ -338,7 +338,8 @@ class ChatRequest(ChatMessages, Sampling):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
-        choice, named = self.tool_choice, self.chosen_function
+        choice = self.tool_choice
+        named = self.chosen_function
         allowed = (None, "none") if self.tools is None else (None, "none", "auto")
         if not self.tools and choice not in allowed:
             raise ValueError(f"tool_choice {choice if named is None else cut(named)} needs tools")

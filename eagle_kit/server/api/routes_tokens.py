@@ -18,7 +18,8 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
     """`/tokenize` and `/detokenize`."""
     from fastapi import Depends, Request
 
-    llm, most = service.llm, service.max_chars
+    llm = service.llm
+    most = service.max_chars
     errors = error_responses(400, 401, 404, 408, 413, 415, 429, 503)
 
     @app.post("/tokenize", responses=errors, openapi_extra=body_schema(app, TokenizeRequest))

@@ -125,7 +125,8 @@ def run_forever(app: "FastAPI", sock: socket.socket) -> int:
     def ready() -> None:
         print(f"Serving {app.state.service.config.model_name} on {url}", file=sys.stderr, flush=True)
 
-    server, lost = make_server(app, ready), list[RankLost]()
+    server = make_server(app, ready)
+    lost = list[RankLost]()
 
     def end(error: BaseException) -> None:
         if isinstance(error, RankLost):

@@ -1,4 +1,7 @@
-"""Service that all routes share: it turns a validated request into replies of the engine."""
+"""Service that all routes share: it turns a validated request into replies of the engine.
+
+The state of an HTTP request (``http.state``: id, arrival, cleanup) is set by ``middleware.py``.
+"""
 
 import asyncio
 import hashlib
@@ -91,10 +94,14 @@ class Generation:
             num_sent: tokens of the replies to count; None for all. The engine may be ahead of a stream.
         """
         prompt = sum(map(len, self.prompts))
-        completion = sum(len(reply.request.token_ids) for reply in self.replies)
-        completion = completion if num_sent is None else num_sent
-        firsts = self.replies[:: len(self.replies) // len(self.prompts)]
-        cached = sum(reply.request.stats.num_cached_tokens for reply in firsts)
+        completion = num_sent
+        if completion is None:
+            completion = sum(len(reply.request.token_ids) for reply in self.replies)
+
+        # Cached tokens of the first reply to each prompt.
+        num_choices = len(self.replies) // len(self.prompts)
+        first_replies = self.replies[::num_choices]
+        cached = sum(reply.request.stats.num_cached_tokens for reply in first_replies)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,

@@ -76,7 +76,8 @@ class ChosenCallReader:
     """
 
     def __init__(self, name: str | None, thoughts: ReplyReader | None = None) -> None:
-        self._name, self._thoughts = name, thoughts
+        self._name = name
+        self._thoughts = thoughts
         self._pieces: list[str] = []
 
     def feed(self, text: str) -> ReplyParts:

@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 def make_strategy(
     sharding: str, module: TTTModule, training: TrainingConfig, accelerator: "Accelerator"
 ) -> Strategy:
-    """The strategy named ``sharding``, see :func:`eagle_kit.train.parallel.launch.sharding_asked_for`.
+    """Make the strategy for a sharding of the head.
+
+    Args:
+        sharding: see :func:`~eagle_kit.train.parallel.launch.sharding_asked_for`.
 
     Raises:
-        UserError: a setting that needs whole weights, where they are sharded.
+        UserError: the weights are sharded, and a setting needs whole ones.
     """
     if sharding == "none":
         return Replicated(module, training, accelerator)
-    for name, value, plain in (
-        ("optimizer", training.optimizer, "adamw"),
-        ("ema_decay", training.ema_decay, None),
-    ):
-        if value != plain:
+
+    # Muon and the average of weights need whole matrices.
+    values = {"optimizer": training.optimizer, "ema_decay": training.ema_decay}
+    allowed = {"optimizer": "adamw", "ema_decay": None}
+    for name, value in values.items():
+        if value != allowed[name]:
             raise UserError(
                 f"training.{name} is {value}, which needs whole weights, but the launch shards them.",
                 f"Leave training.{name} out, or launch without sharding.",

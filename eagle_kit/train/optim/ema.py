@@ -9,31 +9,38 @@ from eagle_kit.models.draft_head import DraftHead
 
 
 class Ema:
-    """The average of the weights that are trained, in their own dtype and on their device.
+    """Average of the trained weights, in their dtype and on their device.
 
     Args:
-        head: starts as its weights.
-        decay: what the average keeps of itself at a step. The first steps keep less, ``(1 + t) / (10 + t)``
-            after t finished ones, or the untrained weights would be in it for a thousand steps.
+        head: head whose weights are averaged; the average starts with them.
+        decay: share of the average that remains in a step. After t finished steps it is at most ``(1 + t) /
+            (10 + t)``, because otherwise the untrained weights would be in it for a thousand steps.
+
+    Attributes:
+        average: the average by name; while it is applied, the trained weights.
     """
 
     def __init__(self, head: DraftHead, decay: float) -> None:
-        self.head, self.decay = head, decay
+        self.head = head
+        self.decay = decay
         self.average = {name: p.detach().clone() for name, p in self._trained()}
 
     def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((name, p) for name, p in self.head.named_parameters() if p.requires_grad)
+        """Trained weights by name."""
+        for name, parameter in self.head.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights of the step that followed ``step`` finished ones."""
+        """Add the weights after the optimiser step that followed ``step`` finished ones."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, parameter in self._trained():
             self.average[name].lerp_(parameter, 1.0 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the head has the average for weights; the two change places, nothing is copied."""
+        """Context in which the head has the average as its weights. The two are swapped, not copied."""
         self._swap()
         try:
             yield
@@ -41,19 +48,27 @@ class Ema:
             self._swap()
 
     def raw(self) -> dict[str, torch.Tensor]:
-        """The trained weights themselves, while the average is applied."""
+        """The trained weights by name, while the average is applied."""
         return self.average
 
     def restore(self, raw: Mapping[str, torch.Tensor]) -> None:
-        """Give the head, which has the average now, its own weights back. Raises ValueError when they are not
-        of this head."""
-        shapes = {name: p.shape for name, p in self.average.items()}
-        if {name: p.shape for name, p in raw.items()} != shapes:
+        """Load the trained weights into a head that was created with the average.
+
+        Args:
+            raw: the weights by name, see :meth:`raw`.
+
+        Raises:
+            ValueError: the weights are those of another head.
+        """
+        expected = {name: p.shape for name, p in self.average.items()}
+        given = {name: p.shape for name, p in raw.items()}
+        if given != expected:
             raise ValueError("the weights beside the average are of another head")
         with torch.no_grad():
             for name, parameter in self._trained():
                 parameter.copy_(raw[name])
 
     def _swap(self) -> None:
+        """Swap the weights of the head with :attr:`average`."""
         for name, parameter in self._trained():
             parameter.data, self.average[name] = self.average[name], parameter.data

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 class FullySharded(Strategy):
-    """FSDP2: every process has a part of each weight, its gradient and its moments; the head is gathered as
-    one unit, since it is one layer and its forward reads weights of all of it."""
+    """FSDP2: every process has a shard of each weight, its gradient and its moments.
+
+    The head is gathered as one unit, because it is one layer and its forward reads all weights.
+    """
 
     def __init__(self, module: TTTModule, training: TrainingConfig, accelerator: "Accelerator") -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -42,45 +44,50 @@ class FullySharded(Strategy):
         return norm
 
     def whole_head(self) -> DraftHead:
-        """A copy."""
+        """A copy of the head with gathered weights."""
         state = {name: _whole(tensor) for name, tensor in self.head.state_dict().items()}
         return copy_head(self.head, state, self._device, self._bound)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Gathered."""
+        """Gather the state, see :meth:`Strategy.optimizer_state`."""
         state = self.optimizer.state_dict()
-        moments = {
-            number: {name: _whole(value, "cpu") for name, value in mine.items()}
-            for number, mine in state["state"].items()
-        }
-        return {**state, "state": moments}
+        gathered = {}
+        for number, moments in state["state"].items():
+            gathered[number] = {name: _whole(value, "cpu") for name, value in moments.items()}
+        return {**state, "state": gathered}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Keeps this process's part."""
+        """Load this process's shard of the state, see :meth:`Strategy.load_optimizer_state`."""
         from torch.distributed.tensor import distribute_tensor
 
+        # Moments are sharded as their weights are; the counter of steps is whole.
         parameters: list[Any] = [p for group in self.optimizer.param_groups for p in group["params"]]
-        moments = {
-            number: {
-                name: distribute_tensor(
-                    value.to(self._device), mine.device_mesh, mine.placements, src_data_rank=None
-                )
-                if name != "step"
-                else value
-                for name, value in state["state"][number].items()
-            }
-            for number, mine in enumerate(parameters)
-            if number in state["state"]
-        }
-        self.optimizer.load_state_dict({**state, "state": moments})
+        sharded = {}
+        for number, parameter in enumerate(parameters):
+            if number not in state["state"]:
+                continue
+            moments = {}
+            for name, value in state["state"][number].items():
+                if name != "step":
+                    value = value.to(self._device)
+                    value = distribute_tensor(
+                        value, parameter.device_mesh, parameter.placements, src_data_rank=None
+                    )
+                moments[name] = value
+            sharded[number] = moments
+        self.optimizer.load_state_dict({**state, "state": sharded})
         check_moments(self.optimizer)
 
 
 def _whole(value: Any, device: str | None = None) -> Any:
-    """A sharded tensor gathered; anything else as it is."""
+    """Gather a sharded tensor; other values are returned as they are.
+
+    Args:
+        device: device of the result; None is that of the shards.
+    """
     from torch.distributed.tensor import DTensor
 
     if not isinstance(value, DTensor):
         return value
-    value = value.full_tensor()
-    return value if device is None else value.to(device)
+    whole = value.full_tensor()
+    return whole if device is None else whole.to(device)

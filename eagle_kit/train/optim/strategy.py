@@ -1,11 +1,12 @@
 """Strategies by which processes share one head, and the plain one: a whole copy in each.
 
-accelerate says which strategy was asked for; the wrapping is done here, because its ``prepare`` shards on
-GPUs only, and what is tested on CPUs should be what runs on GPUs. Whatever the strategy, a gradient
-is that of the *global* batch: a step's loss is divided by counts over all processes, so gradients add up over
-them; DDP, FSDP2 and ZeRO take means, hence the loss is multiplied by the number of processes.
+accelerate says which strategy was launched. The head is wrapped here, because accelerate's ``prepare`` shards
+on GPUs only, and the code that runs on GPUs should be tested on CPUs. With every strategy a gradient is that
+of the *global* batch: the loss is divided by counts over all processes, so the gradients of the processes add
+up. DDP, FSDP2 and ZeRO take means, so the loss is multiplied by the number of processes.
 
-What is saved is always whole and the same for every strategy, so that a run goes on under another one.
+Checkpoints have whole weights and states, the same for every strategy, so a run can continue with another
+strategy.
 """
 
 import math
@@ -32,19 +33,29 @@ class Strategy(ABC):
     """The module as the processes share it, and its optimiser.
 
     Attributes:
-        module: call it with the arguments of :meth:`TTTModule.forward`.
-        optimizer: takes the steps; its groups' learning rates are set by :meth:`update`.
+        module: the wrapped module; it takes the arguments of :meth:`TTTModule.forward`.
+        optimizer: the optimiser; :meth:`update` sets its learning rates.
+        head: the draft head, whose weights may be shards.
+        num_processes: number of processes.
     """
 
     module: Any
     optimizer: torch.optim.Optimizer
 
     def __init__(self, module: TTTModule, num_processes: int) -> None:
-        self.head, self.num_processes = module.head, num_processes
+        self.head = module.head
+        self.num_processes = num_processes
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Add the gradient of one forward; ``last`` of the step's."""
-        (loss * self.num_processes if self.num_processes > 1 else loss).backward()
+        """Add the gradients of one forward.
+
+        Args:
+            loss: loss of this process.
+            last: True for the last forward of the optimiser step.
+        """
+        if self.num_processes > 1:
+            loss = loss * self.num_processes
+        loss.backward()
 
     def forward(
         self,
@@ -55,57 +66,77 @@ class Strategy(ABC):
         *,
         last: bool,
     ) -> TTTOutput:
-        """Call :attr:`module`; ``last`` as for :meth:`backward`."""
+        """Call :attr:`module`.
+
+        Args:
+            inputs: target features that the head reads.
+            teacher_hidden, row_weights: see :meth:`TTTModule.forward`.
+            last: see :meth:`backward`.
+        """
         self._prepare(inputs, last)
         return self.module(micro_batch, *inputs, teacher_hidden, row_weights)
 
     @abstractmethod
     def update(self, learning_rate: float, clip_norm: float | None) -> float:
-        """One optimiser step, or none where the gradient is not finite; returns the gradient's norm before
-        clipping, the same in all processes, NaN or infinite where there was no step. Gradients are zero
-        afterwards."""
+        """Make an optimiser step, unless the gradient is not finite. Gradients are zero afterwards.
+
+        Args:
+            clip_norm: maximum norm of the gradient; None does not clip.
+
+        Returns:
+            Norm of the gradient before clipping, the same in all processes; NaN or infinite if no step was
+            made.
+        """
 
     @abstractmethod
     def whole_head(self) -> DraftHead:
-        """The head with all of its weights, for saving and decoding: the trained one itself where it is
-        whole, or a copy. All processes call it."""
+        """The head with whole weights, for saving and decoding. All processes call it.
+
+        Returns:
+            The trained head itself if its weights are whole, else a copy.
+        """
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
-        """The ``state_dict`` that the optimiser of a single process would have, on the CPU. All processes
-        call it."""
+        """The ``state_dict`` that the optimiser of a single process would have. All processes call it."""
 
     @abstractmethod
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`optimizer_state` of any strategy gave. Raises ValueError for another
-        head's."""
+        """Load what :meth:`optimizer_state` of any strategy returned.
+
+        Raises:
+            ValueError: it is the state of another head.
+        """
 
     def _prepare(self, inputs: TargetFeatures, last: bool) -> None:  # noqa: B027
-        """Do what a forward needs beforehand; by default nothing."""
+        """Prepare a forward; by default it does nothing."""
 
 
 class Replicated(Strategy):
-    """The whole head in every process: one alone, or DDP."""
+    """The whole head in every process: a single process, or DDP."""
 
     def __init__(self, module: TTTModule, training: TrainingConfig, accelerator: "Accelerator") -> None:
         super().__init__(module, accelerator.num_processes)
         self.module = module
         if self.num_processes > 1:
-            buffers = [name for name, _ in module.named_buffers()]  # the same everywhere, and never changed
+            # Buffers are the same in all processes and never change.
+            buffers = [name for name, _ in module.named_buffers()]
             ddp = nn.parallel.DistributedDataParallel
             ddp._set_params_and_buffers_to_ignore_for_model(module, buffers)
             self.module = ddp(module, gradient_as_bucket_view=True)
-            # DDP sorts its buckets once, by the first backward pass. With this one first, steps add up in the
-            # same order whether a run was resumed before them or not.
-            none = torch.zeros(0, device=accelerator.device)
-            self.module(None, none, none, none, none, []).loss.backward()
+
+            # DDP sorts its buckets once, by the first backward pass. With this one first, gradients are
+            # summed in the same order in a resumed run.
+            empty = torch.zeros(0, device=accelerator.device)
+            self.module(None, empty, empty, empty, empty, []).loss.backward()
             module.zero_grad(set_to_none=False)
-        process = accelerator.process_index, self.num_processes
+
+        process = (accelerator.process_index, self.num_processes)
         self.optimizer = make_optimizer(self.head, training, process)
         self.parameters = [p for p in self.head.parameters() if p.requires_grad]
 
     def _prepare(self, inputs: TargetFeatures, last: bool) -> None:
-        """Let gradients meet in the last backward pass."""
+        """Sum the gradients over the processes in the last backward pass of a step alone."""
         if isinstance(self.module, nn.parallel.DistributedDataParallel):
             self.module.require_backward_grad_sync = last
 
@@ -127,8 +158,9 @@ class Replicated(Strategy):
 
     def optimizer_state(self) -> dict[str, Any]:
         """See :meth:`Strategy.optimizer_state`."""
-        optimizer = self.optimizer
-        return optimizer.whole_state_dict() if isinstance(optimizer, MuonAdamW) else optimizer.state_dict()
+        if isinstance(self.optimizer, MuonAdamW):
+            return self.optimizer.whole_state_dict()
+        return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Strategy.load_optimizer_state`."""
@@ -139,7 +171,14 @@ class Replicated(Strategy):
 def copy_head(
     head: DraftHead, state: Mapping[str, torch.Tensor], device: torch.device, bound: Any
 ) -> DraftHead:
-    """A head of the same architecture with the weights of ``state``."""
+    """Copy of a head in fp32 with other weights.
+
+    Args:
+        state: weights by name.
+        device: device of the copy.
+        bound: output layer of the target that the copy is bound to; None binds none.
+    """
+    # The initial weights are drawn; the run's random numbers stay as they are.
     with torch.random.fork_rng(devices=[]):
         copy: DraftHead = type(head)(head.config)
     copy.load_state_dict({name: tensor.detach() for name, tensor in state.items()})
@@ -148,7 +187,11 @@ def copy_head(
 
 
 def on_device(head: DraftHead, device: torch.device, output: Any = None) -> DraftHead:
-    """``head``, or a copy of it where it is elsewhere; ``output`` is the target's output layer there."""
+    """``head`` if it is on ``device``, else a copy there.
+
+    Args:
+        output: output layer of the target on ``device``.
+    """
     if head.device == device:
         return head
     return copy_head(head, head.state_dict(), device, output)

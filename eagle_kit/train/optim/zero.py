@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO, stages 1 to 3 (arXiv 1910.02054): shards of moments, of gradients too, or of weights too.
 
-Weights and moments are fp32; a run in bfloat16 casts inside the module, as elsewhere.
+Weights and moments are fp32. A run in bfloat16 casts inside the module, as with other strategies.
 """
 
 import math
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's moments."""
 
 
 class Zero(Strategy):
@@ -28,7 +29,7 @@ class Zero(Strategy):
 
     Args:
         stage: 1, 2 or 3.
-        more: settings of the launch, of :func:`~eagle_kit.train.parallel.launch.deepspeed_config`.
+        more: settings of the launch, see :func:`~eagle_kit.train.parallel.launch.deepspeed_config`.
     """
 
     optimizer: Any
@@ -41,59 +42,78 @@ class Zero(Strategy):
         accelerator: "Accelerator",
         more: Mapping[str, Any],
     ) -> None:
+        # On a CPU, do not compile DeepSpeed's collectives over shared memory.
         deepspeed = _deepspeed()
-        if accelerator.device.type == "cpu":  # its collectives over shared memory would be compiled first
+        if accelerator.device.type == "cpu":
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         super().__init__(module, accelerator.num_processes)
-        self.stage, self._device = stage, accelerator.device
+        self.stage = stage
+        self._device = accelerator.device
         self._bound = module.head.bound
+
+        # The optimiser, and its groups before they become shards.
         optimizer = make_optimizer(self.head, training)
-        self._layout = optimizer.state_dict()["param_groups"]
+        self._groups = optimizer.state_dict()["param_groups"]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if stage == 3:  # gathered as one unit: its forward reads weights of all of it
+
+        # Stage 3 gathers the head as one unit, because its forward reads all weights.
+        if stage == 3:
             deepspeed.utils.set_z3_leaf_modules(module, [TTTModule])
-        share = training.sequences_per_step // self.num_processes
-        micro_batches = training.gradient_accumulation or share
-        zero = {key: value for key, value in more.get("zero_optimization", {}).items() if value != "auto"}
+
+        # The engine. The run's own config decides what it has in common with the launch. Offloaded moments
+        # are those of torch's AdamW too.
+        rows_per_process = training.sequences_per_step // self.num_processes
+        zero: dict[str, Any] = {"overlap_comm": False}
+        for key, value in more.get("zero_optimization", {}).items():
+            if value != "auto":
+                zero[key] = value
+        zero["stage"] = stage
+        config = {
+            **more,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": training.gradient_accumulation or rows_per_process,
+            "gradient_clipping": training.clip_norm or 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
         self.engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=optimizer,
-            config={
-                **more,
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": micro_batches,
-                "gradient_clipping": training.clip_norm or 0.0,
-                "zero_optimization": {"overlap_comm": False, **zero, "stage": stage},
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,  # offloaded moments are torch's AdamW's too
-            },
-            dist_init_required=False,
+            model=module, optimizer=optimizer, config=config, dist_init_required=False
         )
         self.module = self.engine
         self.optimizer = self.engine.optimizer
-        self.optimizer.check_grad_overflow = True  # stage 2 looks in half precision only; stage 3 always does
+
+        # By default stage 2 checks gradients in half precision only; stage 3 always does.
+        self.optimizer.check_grad_overflow = True
 
     def _prepare(self, inputs: TargetFeatures, last: bool) -> None:
-        """Stage 3 frees weights and gradients when the gradients of the module's inputs are there; without
-        any it would do so before they were made."""
+        """At stage 3, let the inputs need gradients.
+
+        DeepSpeed frees weights and gradients when the gradients of the module's inputs are there. Without
+        any, it would free them before they are computed.
+        """
         if self.stage == 3:
-            inputs.aux.requires_grad_()
+            inputs.aux_hidden_states.requires_grad_()
             inputs.hidden.requires_grad_()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """See :meth:`Strategy.backward`."""
         self.engine.backward(loss * self.num_processes, scale_wrt_gas=False)
+
+        # Count the forward. The weights change in the last call alone.
         if not last:
-            self.engine.step()  # counts the forward; the weights stay
+            self.engine.step()
 
     def update(self, learning_rate: float, clip_norm: float | None) -> float:
         """See :meth:`Strategy.update`."""
         set_learning_rate(self.optimizer, learning_rate)
         self.engine.step()
-        return math.nan if self.optimizer.overflow else float(self.engine.get_global_grad_norm())
+        if self.optimizer.overflow:
+            return math.nan
+        return float(self.engine.get_global_grad_norm())
 
     def whole_head(self) -> DraftHead:
-        """The head itself at stage 2, a copy at stage 3."""
+        """The head itself at stages 1 and 2, a copy with gathered weights at stage 3."""
         if self.stage < 3:
             return self.head
         deepspeed = _deepspeed()
@@ -102,69 +122,92 @@ class Zero(Strategy):
         return copy_head(self.head, state, self._device, self._bound)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Gathered."""
+        """Gather the state, see :meth:`Strategy.optimizer_state`."""
         deepspeed = _deepspeed()
-        inner = self.optimizer.optimizer.state
-        steps = [mine["step"] for mine in inner.values() if "step" in mine]
-        groups = [
-            {**group, "lr": now["lr"]}
-            for group, now in zip(self._layout, self.optimizer.param_groups, strict=True)
-        ]
+
+        # Groups, with the learning rates of now.
+        groups = []
+        for group, sharded in zip(self._groups, self.optimizer.param_groups, strict=True):
+            groups.append({**group, "lr": sharded["lr"]})
+
+        # Before the first step there are no moments.
+        shards = self.optimizer.optimizer.state
+        steps = [moments["step"] for moments in shards.values() if "step" in moments]
         if not steps:
             return {"state": {}, "param_groups": groups}
-        self._link()
+
+        # Whole moments of every weight.
+        self._link_moments()
         state = {}
         for number, parameter in enumerate(self._parameters):
-            whole = {
-                name: deepspeed.utils.safe_get_full_optimizer_state(parameter, name).detach().cpu().clone()
-                for name in MOMENTS
-            }
-            state[number] = {"step": steps[0].detach().cpu().clone(), **whole}
+            moments = {"step": steps[0].detach().cpu().clone()}
+            for name in MOMENTS:
+                whole = deepspeed.utils.safe_get_full_optimizer_state(parameter, name)
+                moments[name] = whole.detach().cpu().clone()
+            state[number] = moments
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Keeps this process's part."""
-        deepspeed = _deepspeed()
-        if [group["params"] for group in state["param_groups"]] != [g["params"] for g in self._layout]:
+        """Load this process's shard of the state, see :meth:`Strategy.load_optimizer_state`."""
+        given = [group["params"] for group in state["param_groups"]]
+        expected = [group["params"] for group in self._groups]
+        if given != expected:
             raise ValueError("it has other groups of weights")
         if not state["state"]:
             return
-        inner = self.optimizer.optimizer
-        parts = (
-            self.optimizer.fp32_partitioned_groups_flat
-            if self.stage == 3
-            else self.optimizer.single_partition_of_fp32_groups
-        )
-        for part in parts:  # what AdamW would make in its first step
-            step = torch.zeros((), dtype=torch.float32, device=part.device)
-            inner.state[part] = {"step": step, **{name: torch.zeros_like(part) for name in MOMENTS}}
+
+        # Empty moments of every shard, as AdamW would make them in its first step.
+        if self.stage == 3:
+            shards = self.optimizer.fp32_partitioned_groups_flat
+        else:
+            shards = self.optimizer.single_partition_of_fp32_groups
+        for shard in shards:
+            step = torch.zeros((), dtype=torch.float32, device=shard.device)
             step.copy_(state["state"][0]["step"])
-        self._link()
+            moments = {name: torch.zeros_like(shard) for name in MOMENTS}
+            self.optimizer.optimizer.state[shard] = {"step": step, **moments}
+        self._link_moments()
+
+        # Fill them.
         for number, parameter in enumerate(self._parameters):
             shape = getattr(parameter, "ds_shape", parameter.shape)
             for name in MOMENTS:
-                value = state["state"][number][name]
-                if value.shape != shape:
+                moment = state["state"][number][name]
+                if moment.shape != shape:
                     raise ValueError("its moments have the sizes of another head")
-                value = value.to(self._device).flatten()
-                if self.stage < 3:
-                    deepspeed.utils.safe_set_full_optimizer_state(parameter, value, name)
-                else:
-                    mine = deepspeed.utils.safe_get_local_optimizer_state(parameter, name)
-                    size, rank = mine.numel(), torch.distributed.get_rank()
-                    part = value[rank * size : (rank + 1) * size]
-                    mine.zero_()
-                    mine.view(-1)[: part.numel()].copy_(part)
+                self._set_moment(parameter, name, moment.to(self._device).flatten())
 
-    def _link(self) -> None:
-        """Let every weight find its moments. DeepSpeed does so after the first group's first step, when the
-        other groups have none yet."""
+    def _set_moment(self, parameter: torch.nn.Parameter, name: str, whole: torch.Tensor) -> None:
+        """Write this process's shard of a moment.
+
+        Args:
+            whole: the whole moment, flat.
+        """
+        deepspeed = _deepspeed()
+        if self.stage < 3:
+            deepspeed.utils.safe_set_full_optimizer_state(parameter, whole, name)
+            return
+
+        # The last shard may be longer than what is left of the moment; its end stays zero.
+        shard = deepspeed.utils.safe_get_local_optimizer_state(parameter, name)
+        size = shard.numel()
+        first = torch.distributed.get_rank() * size
+        part = whole[first : first + size]
+        shard.zero_()
+        shard.view(-1)[: part.numel()].copy_(part)
+
+    def _link_moments(self) -> None:
+        """At stages 1 and 2, let every weight find its moments.
+
+        DeepSpeed does so after the first step of the first group, when the other groups have none yet.
+        """
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _deepspeed() -> Any:
+    """Import DeepSpeed. Raises UserError if it is not installed."""
     try:
         import deepspeed
     except ImportError:

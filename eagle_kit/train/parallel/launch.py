@@ -1,8 +1,8 @@
 """Environment that ``torchrun``, ``deepspeed`` or ``accelerate launch`` gives, and settings that are refused.
 
-``torchrun`` starts processes on CPUs and GPUs, and so does ``accelerate launch`` with ``--multi_gpu`` or a
-file of several processes, which says how they share the head. Without these, or with ``--cpu``, it starts one
-process, however many were asked for.
+``torchrun`` starts processes on CPUs and GPUs. So does ``accelerate launch`` with ``--multi_gpu`` or a config
+file of several processes, which also configures how they share the head. Without these, or with ``--cpu``,
+``accelerate launch`` starts a single process whatever the number of processes is.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ UNUSED_FLAGS = {
     "ACCELERATE_USE_MEGATRON_LM": "--use_megatron_lm",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "--use_parallelism_config",
 }
-"""Variables of accelerate's launcher, and the flags without effect here that set them."""
+"""Variables of accelerate's launcher -> flags without effect here that set them."""
 FIXED_SETTINGS = {
     "ACCELERATE_USE_FSDP": {
         "FSDP_VERSION": ("fsdp_version", ("2",), "Set it to 2."),
@@ -56,12 +56,12 @@ FIXED_SETTINGS = {
         ),
     },
 }
-"""By kind of launch: variable -> setting of the launcher, values with an effect here, remedy."""
+"""For each kind of launch: variable -> (setting of the launcher, supported values, remedy)."""
 OFFLOADED = {
     "offload_optimizer": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
     "offload_param": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
 }
-"""Settings of ``zero_optimization``, and the variables with their devices where there is no ``ds_config``."""
+"""Settings of ``zero_optimization`` -> variables with their devices if there is no ``ds_config``."""
 OURS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -73,7 +73,7 @@ OURS = (
     "bf16",
     "amp",
 )
-"""Keys of a ``ds_config`` that the run's own config decides."""
+"""Keys of a ``ds_config`` that the run's own config sets."""
 ELSEWHERE = {
     "optimizer": "training.optimizer and what follows it are in the run's own config.",
     "scheduler": "training.schedule and training.warmup_steps are in the run's own config.",
@@ -81,21 +81,22 @@ ELSEWHERE = {
     "bf16": "Set training.precision=bfloat16 in the run's own config.",
     "amp": "Set training.precision in the run's own config.",
 }
-"""Sections of a ``ds_config`` that are refused, and where what they say is set."""
+"""Sections of a ``ds_config`` that are refused -> remedy."""
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-"""Variables with the number of this process among all, in the order in which accelerate looks."""
+"""Variables with the rank of this process, in the order in which accelerate reads them."""
 
 
 def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None:
     """Refuse flags of ``accelerate launch``, or of its config file, that would have no effect.
 
     Args:
-        environ: of this process, where the launcher leaves what it was asked for.
+        environ: environment of this process, in which the launcher sets its options.
 
     Raises:
-        UserError: sharding of a kind that we do not do, compilation, a precision other than
-            ``training.precision``, or several processes, of which accelerate starts one.
+        UserError: the launch asks for an unsupported kind of sharding, for compilation, for a precision other
+            than ``training.precision``, or for several processes of which accelerate has started one.
     """
+    # Several processes, of which accelerate starts one.
     launched = "ACCELERATE_MIXED_PRECISION" in environ
     if launched and "MASTER_ADDR" in environ and not set(RANKS) & set(environ):
         raise UserError(
@@ -103,6 +104,8 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
             "Launch with --multi_gpu or train/accelerate/multi-gpu.yaml, on CPUs too and without --cpu, or "
             "with torchrun --nproc_per_node N -m eagle_kit.cli train CONFIG.",
         )
+
+    # Flags and settings without effect.
     for variable, flag in UNUSED_FLAGS.items():
         if _is_set(environ, variable):
             raise UserError(
@@ -117,43 +120,56 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
             if value not in allowed:
                 raise UserError(f"accelerate was launched with {name} {value}, which has no effect.", remedy)
     deepspeed_config(environ, training)
-    if (backend := environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("", "no"):
+
+    # Compilation.
+    backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in ("", "no"):
         raise UserError(
             f"accelerate was launched with --dynamo_backend {backend}, but the head is not compiled.",
             "Launch without --dynamo_backend.",
         )
-    asked, ours = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(), training.precision
-    if asked not in ("", "no") and (asked, ours) not in (("bf16", "bfloat16"), ("bf16", "auto")):
-        wanted = "Set training.precision=bfloat16, or launch" if asked == "bf16" else "Launch"
-        raise UserError(
-            f"accelerate was launched with --mixed_precision {asked}, but training.precision is {ours}.",
-            f"{wanted} with --mixed_precision no.",
-        )
+
+    # Precision. That of the launcher may only repeat that of the config.
+    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked in ("", "no") or (asked == "bf16" and training.precision in ("bfloat16", "auto")):
+        return
+    remedy = "Launch with --mixed_precision no."
+    if asked == "bf16":
+        remedy = "Set training.precision=bfloat16, or launch with --mixed_precision no."
+    raise UserError(
+        f"accelerate was launched with --mixed_precision {asked}, but training.precision is "
+        f"{training.precision}.",
+        remedy,
+    )
 
 
 def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None:
-    """Refuse a ``--local_rank`` that contradicts the environment, which is what is read.
+    """Refuse a ``--local_rank`` that contradicts the environment, because only the environment is used.
 
     Args:
-        local_rank: that DeepSpeed's launcher adds to the command; None without it.
+        local_rank: option that DeepSpeed's launcher adds to the command; None without it.
 
     Raises:
-        UserError: ``LOCAL_RANK`` is not set, or is another one.
+        UserError: ``LOCAL_RANK`` is not set, or has another value.
     """
     if local_rank is None:
         return
     known = environ.get("LOCAL_RANK")
     if known != str(local_rank):
-        is_what = "is not set" if known is None else f"is {known}"
+        state = "is not set" if known is None else f"is {known}"
         raise UserError(
-            f"--local_rank is {local_rank}, and the variable LOCAL_RANK {is_what}.",
+            f"--local_rank is {local_rank}, and the variable LOCAL_RANK {state}.",
             "Leave --local_rank to the launcher: deepspeed, torchrun or accelerate launch.",
         )
 
 
 def sharding_asked_for(environ: Mapping[str, str]) -> str:
-    """Sharding of the head that the launcher asks for: ``"none"`` (every process has all of it), ``"fsdp2"``,
-    ``"zero1"``, ``"zero2"`` or ``"zero3"``; of one process always ``"none"``."""
+    """Sharding of the head that the launcher asks for.
+
+    Returns:
+        ``"fsdp2"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, or ``"none"`` if every process has the whole head.
+        A single process has it always.
+    """
     if environ.get("WORLD_SIZE", "1") == "1":
         return "none"
     if _is_set(environ, "ACCELERATE_USE_FSDP"):
@@ -164,16 +180,16 @@ def sharding_asked_for(environ: Mapping[str, str]) -> str:
 
 
 def deepspeed_config(environ: Mapping[str, str], training: TrainingConfig | None = None) -> dict[str, Any]:
-    """Settings for DeepSpeed; empty where nothing asks for it.
+    """Settings for DeepSpeed; empty if the launcher does not ask for it.
 
-    They are those of the file of its own (``ds_config``) that the launcher was given, without those that the
-    run's config decides; without a file, stage and offloading that accelerate was launched with.
+    They are those of DeepSpeed's config file (``ds_config``) in the launch, without those that the run's
+    config sets. Without such a file they are the stage and the offloading of accelerate's own options.
 
     Args:
-        training: whose settings those of the file must not contradict; None does not compare.
+        training: settings that the file must not contradict; None does not compare.
 
     Raises:
-        UserError: the file cannot be read, contradicts ``training``, or asks for what we do not do.
+        UserError: the file cannot be read, contradicts ``training``, or asks for something unsupported.
     """
     if not _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
         return {}
@@ -187,8 +203,11 @@ def deepspeed_config(environ: Mapping[str, str], training: TrainingConfig | None
 
 
 def _zero_of_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The section ``zero_optimization`` of accelerate's own settings. Raises UserError for weights that are
-    offloaded though every process has all of them."""
+    """Section ``zero_optimization`` by accelerate's own options.
+
+    Raises:
+        UserError: weights are offloaded at a stage at which every process has all of them.
+    """
     stage = int(environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     zero: dict[str, Any] = {"stage": stage}
     for part, variable in OFFLOADED.items():
@@ -206,7 +225,7 @@ def _zero_of_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
 def _check_deepspeed_config(
     file: str, settings: Mapping[str, Any], training: TrainingConfig, num_processes: int
 ) -> None:
-    """Raise UserError for a setting that contradicts the run's config, or has no effect here."""
+    """Raise UserError if a setting of DeepSpeed's file contradicts the run's config, or is unsupported."""
     # Settings that both files have must agree.
     rows = training.sequences_per_step // num_processes
     forwards = training.gradient_accumulation or rows
@@ -256,15 +275,22 @@ def _check_deepspeed_config(
 
 
 def is_main(environ: Mapping[str, str]) -> bool:
-    """True in the first of all processes, the one that writes."""
-    return next((environ[name] for name in RANKS if name in environ), "0") == "0"
+    """True in the main process, which writes the files."""
+    for name in RANKS:
+        if name in environ:
+            return environ[name] == "0"
+    return True
 
 
 def go_on(command: str, environ: Mapping[str, str]) -> str:
-    """Sentence with the command that goes on with a stopped one, in as many processes."""
+    """Sentence with the command that continues a stopped one, in the same number of processes."""
+    sentence = f"Go on with: {command}"
     count = environ.get("WORLD_SIZE", "1")
-    return f"Go on with: {command}" + (f" (in {count} processes, as now)" if count != "1" else "")
+    if count != "1":
+        sentence += f" (in {count} processes, as now)"
+    return sentence
 
 
 def _is_set(environ: Mapping[str, str], variable: str) -> bool:
+    """True if a flag of the launcher is set in the environment."""
     return environ.get(variable, "").lower() in ("true", "1")

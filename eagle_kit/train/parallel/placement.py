@@ -44,7 +44,7 @@ def loading_device(placement: str, accelerator: "Accelerator | PartialState") ->
 
 
 def check_shared(placement: str, accelerator: "Accelerator | PartialState") -> None:
-    """Raise UserError where one process has nobody to share the target with."""
+    """Raise UserError if a target that processes share would have a single process."""
     if accelerator.num_processes == 1:
         raise UserError(
             f"training.target_placement is {placement}, but there is one process.",
@@ -55,42 +55,53 @@ def check_shared(placement: str, accelerator: "Accelerator | PartialState") -> N
 def load_cut(
     folder: Path, accelerator: "Accelerator | PartialState", dtype: torch.dtype, remedy: str
 ) -> Target:
-    """This process's part of a target, by tensor parallelism over all processes, for captures and the judge.
-    It reads no more of the files than its part; a forward is one call of all processes.
+    """Load this process's shard of a target, by tensor parallelism over all processes.
+
+    Only the shard is read from the files. All processes call a forward together.
 
     Args:
-        remedy: where it cannot be cut.
+        remedy: remedy in the error if the target cannot be sharded.
 
     Raises:
         UserError: see :func:`~eagle_kit.models.loading.share.load_share`.
     """
-    index, count, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    ranks = Ranks(index, count, device, PATIENCE.total_seconds())
+    ranks = Ranks(
+        accelerator.process_index,
+        accelerator.num_processes,
+        accelerator.device,
+        PATIENCE.total_seconds(),
+    )
     try:
-        return load_share(folder, ranks, dtype, device)
+        return load_share(folder, ranks, dtype, accelerator.device)
     except UserError as error:
         raise UserError(error.cause, remedy) from error
 
 
 def between_whole_ends(cut: Target, folder: Path) -> Target:
-    """The same layers between the whole embedding and output layer, which every process reads by itself. The
-    rows that a tied output layer has in ``cut`` are those of the whole embedding from now on."""
+    """A target with the layers of ``cut``, and the whole embedding and output layer.
+
+    Every process reads these by itself. ``cut`` is changed: it uses the whole embedding, and a tied output
+    layer uses its rows.
+    """
     whole = cut.with_whole_ends()
     cut.take_embedding(whole.embed_tokens)
-    whole.config, whole.ranks = read_target_config(folder), None
+    whole.config = read_target_config(folder)
+    whole.ranks = None
     return whole
 
 
 def place_target(target: Target, config: TrainConfig, accelerator: "Accelerator | PartialState") -> None:
-    """Spread or shard a target that was loaded to :func:`loading_device`; after the head was made from it.
+    """Place a target that was loaded to :func:`loading_device`, after the head was made from it.
 
     Raises:
-        UserError: judging with a target that is on several devices.
+        UserError: validation with a target that is on several devices.
     """
-    placement = config.training.target_placement
-    if not target.layers:  # it does not run
+    # Embedding and output layer alone.
+    if not target.layers:
         target.to(accelerator.device)
         return
+
+    placement = config.training.target_placement
     if placement == "fsdp":
         shard_target(target, accelerator.device)
     elif placement == "auto":
@@ -105,30 +116,45 @@ def place_target(target: Target, config: TrainConfig, accelerator: "Accelerator 
 
 
 def visible_devices(accelerator: "Accelerator | PartialState") -> list[torch.device]:
-    """The devices of this process, its own first: every P-th GPU of the machine's P processes."""
+    """Devices of this process, its own first.
+
+    The P processes of a machine take its GPUs in turn, so that each has every P-th.
+    """
     if accelerator.device.type != "cuda":
         return [accelerator.device]
-    local, every = accelerator.local_process_index, max(1, int(torch.cuda.device_count()))
-    processes = min(accelerator.num_processes, every)
-    return [torch.device("cuda", i) for i in range(local, every, processes)]
+    num_gpus = max(1, int(torch.cuda.device_count()))
+    num_processes = min(accelerator.num_processes, num_gpus)
+    return [torch.device("cuda", i) for i in range(accelerator.local_process_index, num_gpus, num_processes)]
 
 
 def spread_layers(target: Target, devices: list[torch.device]) -> None:
-    """Give every device a run of layers with about its share of the bytes; all else goes to the first one."""
+    """Spread the layers over devices: each gets consecutive layers with an equal share of the bytes.
+
+    Embedding, norms and output layer are on the first device.
+    """
+    # A layer goes to the device of its middle byte.
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in target.layers]
-    total, before, where = sum(sizes), 0, []
+    total = sum(sizes)
+    before = 0
+    layer_devices = []
     for size in sizes:
-        where.append(devices[min(len(devices) - 1, int((before + size / 2) / total * len(devices)))])
+        index = int((before + size / 2) / total * len(devices))
+        layer_devices.append(devices[min(len(devices) - 1, index)])
         before += size
+
+    # Move everything.
     target.to(devices[0])
-    for layer, device in zip(target.layers, where, strict=True):
+    for layer, device in zip(target.layers, layer_devices, strict=True):
         layer.to(device)
-    target.place_layers([*where, devices[0]] if len(devices) > 1 else None)
+    target.place_layers([*layer_devices, devices[0]] if len(devices) > 1 else None)
 
 
 def shard_target(target: Target, device: torch.device) -> None:
-    """FSDP2 over all processes: each keeps a part of every matrix of the layers, and gathers one layer at a
-    time. Norms and biases stay whole: some are used outside the layer that they belong to."""
+    """Shard a target over all processes by FSDP2.
+
+    Each process has a shard of every matrix of the layers, and gathers one layer at a time. Norms and biases
+    stay whole, because some are used outside of their layer.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -143,8 +169,9 @@ def shard_target(target: Target, device: torch.device) -> None:
 
 
 def output_layer(target: Target, device: torch.device) -> Linear:
-    """The target's output layer on ``device``: itself where it is there, or a copy."""
-    here = torch.empty(0, device=device).device  # accelerate's ``cuda`` of one process is ``cuda:0``
-    if target.lm_head.weight.device == here:
+    """The target's output layer if it is on ``device``, else a copy there."""
+    # With one process, accelerate's device is ``cuda`` and means ``cuda:0``.
+    device = torch.empty(0, device=device).device
+    if target.lm_head.weight.device == device:
         return target.lm_head
     return copy.deepcopy(target.lm_head).to(device)

@@ -25,38 +25,50 @@ T = TypeVar("T")
 
 
 def with_precision(config: TrainConfig, *, on_gpu: bool | None = None) -> TrainConfig:
-    """Settle the precision ``auto``: that of captured states that are given, else bfloat16 on a GPU that has
-    it, or where the launcher was asked for it, else float32.
+    """Resolve the precision ``auto`` of a config.
+
+    It is the precision of the store of hidden states if there is one; else bfloat16 on a GPU that supports
+    it, or if the launcher was asked for it; else float32.
 
     Args:
-        on_gpu: plan for GPUs that have it; default where this process will run.
+        on_gpu: True for GPUs that support bfloat16; None looks at the device of this process.
     """
     if config.training.precision != "auto":
         return config
+
+    # By device and launcher.
     if on_gpu is None:
         on_gpu = not _is_on_cpu() and torch.cuda.is_bf16_supported()
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "bf16"
-    precision = "bfloat16" if on_gpu or launched else "float32"
+    is_launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "bf16"
+    precision = "bfloat16" if on_gpu or is_launched else "float32"
+
+    # By the store.
     if config.data.store is not None:
-        store = read_manifest(expand(config.data.store))
-        precision = str((store or {}).get("precision", precision))
-    return config.model_copy(update={"training": config.training.model_copy(update={"precision": precision})})
+        manifest = read_manifest(expand(config.data.store)) or {}
+        precision = str(manifest.get("precision", precision))
+    training = config.training.model_copy(update={"precision": precision})
+    return config.model_copy(update={"training": training})
 
 
 def make_accelerator(config: TrainConfig) -> "Accelerator":
-    """Start accelerate: processes, device, precision, trackers. Raises UserError for unfit settings."""
+    """Start accelerate: processes, device and trackers.
+
+    Raises:
+        UserError: accelerate does not start, or the processes cannot share the rows of a step.
+    """
     accelerate = _accelerate()
+    logging_dir = os.path.join(config.output_dir, "tensorboard")
     try:
         accelerator: Accelerator = accelerate.Accelerator(
             cpu=_is_on_cpu(),
             mixed_precision="no",  # see eagle_kit.objective.ttt_module.autocast
             log_with=list(tracker_options(config)) or None,
             project_config=accelerate.utils.ProjectConfiguration(
-                project_dir=config.output_dir, logging_dir=os.path.join(config.output_dir, "tensorboard")
+                project_dir=config.output_dir, logging_dir=logging_dir
             ),
             kwargs_handlers=[accelerate.InitProcessGroupKwargs(timeout=PATIENCE)],
         )
-    except ValueError as error:  # two of the files that it was launched with contradict each other
+    except ValueError as error:  # two of the files of the launch contradict each other
         reason = first_line(error).rstrip(".")
         raise UserError(
             f"accelerate did not start: {reason}.", "Correct the files that it was launched with."
@@ -67,7 +79,7 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
 
 
 def make_process_state(config: TrainConfig) -> "PartialState":
-    """Processes and device alone, set up as for training, so that the target computes the same."""
+    """Start processes and device without an accelerator; the target computes the same as in training."""
     state: PartialState = _accelerate().PartialState(cpu=_is_on_cpu())
     _set_up(state.device, config)
     return state
@@ -75,18 +87,20 @@ def make_process_state(config: TrainConfig) -> "PartialState":
 
 @contextmanager
 def watching(config: TrainConfig, process: "Accelerator | PartialState") -> Iterator[None]:
-    """Context manager: this process is ended with one sentence when another has no heartbeat any more. It may
-    be in a collective meanwhile, which nothing else ends. After an error the others miss this one."""
+    """Context in which this process ends with an error message if the heartbeat of another process stops.
+
+    It ends even in a collective, which would otherwise wait for the lost process. If this process fails, its
+    own heartbeat stops.
+    """
     if process.num_processes == 1 or "MASTER_ADDR" not in os.environ:
         yield
         return
-    rank, size = process.process_index, process.num_processes
+    rank = process.process_index
+    size = process.num_processes
 
     def end(sentence: str) -> None:
-        missing = UserError(
-            sentence, "See whether its machine runs and can be reached; then go on with --resume."
-        )
-        print_error(missing, f"process {rank} of {size}")
+        remedy = "See whether its machine runs and can be reached; then go on with --resume."
+        print_error(UserError(sentence, remedy), f"process {rank} of {size}")
         os._exit(1)
 
     heartbeat = Heartbeat(launched_store, rank, size, config.training.peer_timeout_s, end)
@@ -98,6 +112,7 @@ def watching(config: TrainConfig, process: "Accelerator | PartialState") -> Iter
 
 
 def _accelerate() -> Any:
+    """Import accelerate. Raises UserError if it is not installed."""
     try:
         import accelerate
     except ImportError:
@@ -108,12 +123,13 @@ def _accelerate() -> Any:
 
 
 def _is_on_cpu() -> bool:
-    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
-    return asked or not torch.cuda.is_available()
+    """True if training runs on a CPU: the launcher was asked for it, or there is no GPU."""
+    is_asked_for = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    return is_asked_for or not torch.cuda.is_available()
 
 
 def _set_up(device: torch.device, config: TrainConfig) -> None:
-    """Memory and threads of a CPU, TF32 of a GPU."""
+    """Set memory and threads of a CPU, or TF32 of a GPU."""
     if device.type == "cpu":
         keep_large_blocks()
         _share_cores(config.training.cpu_threads)
@@ -123,18 +139,17 @@ def _set_up(device: torch.device, config: TrainConfig) -> None:
 
 
 def sum_numbers(accelerator: "Accelerator", numbers: Sequence[float]) -> list[float]:
-    """Sum of each number over the processes, in fp64 where the device has it."""
+    """Sum each number over the processes, in fp64."""
     if accelerator.num_processes == 1:
         return [float(number) for number in numbers]
-    total = accelerator.reduce(
-        torch.tensor(numbers, dtype=torch.float64, device=accelerator.device), reduction="sum"
-    )
+    mine = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
+    total = accelerator.reduce(mine, reduction="sum")
     assert isinstance(total, torch.Tensor)
     return total.tolist()
 
 
 def gather_objects(accelerator: "Accelerator", mine: T) -> list[T]:
-    """The objects of all processes, in their order."""
+    """Gather an object of every process, in the order of the processes."""
     if accelerator.num_processes == 1:
         return [mine]
     parts: list[Any] = [None] * accelerator.num_processes
@@ -143,7 +158,7 @@ def gather_objects(accelerator: "Accelerator", mine: T) -> list[T]:
 
 
 def largest(process: "Accelerator | PartialState", number: float) -> float:
-    """The largest of all processes' numbers."""
+    """Maximum of a number over the processes."""
     if process.num_processes == 1:
         return float(number)
     shared = torch.tensor(float(number), dtype=torch.float64, device=process.device)
@@ -152,25 +167,34 @@ def largest(process: "Accelerator | PartialState", number: float) -> float:
 
 
 def _check_shares(config: TrainConfig, num_processes: int) -> None:
-    rows, training = config.training.sequences_per_step, config.training
+    """Raise UserError if the packed sequences of a step cannot be divided over processes and forwards."""
+    rows = config.training.sequences_per_step
     if rows % num_processes:
         raise UserError(
             f"training.sequences_per_step is {rows}, which {num_processes} processes cannot share equally.",
             f"Set it to a multiple of {num_processes}.",
         )
-    forwards = training.gradient_accumulation
-    if forwards is not None and (rows // num_processes) % forwards:
+    forwards = config.training.gradient_accumulation
+    rows_per_process = rows // num_processes
+    if forwards is not None and rows_per_process % forwards:
         raise UserError(
-            f"training.gradient_accumulation is {forwards}, but a process has {rows // num_processes} rows.",
+            f"training.gradient_accumulation is {forwards}, but a process has {rows_per_process} rows.",
             "Set it to a divisor of that, or leave it out for one row per forward.",
         )
 
 
 def _share_cores(threads: int | None) -> None:
-    """Use every core: launchers leave a process one thread unless told otherwise."""
-    launched = "LOCAL_WORLD_SIZE" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
-    if threads is None and launched:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        threads = max(1, num_cores() // local)
+    """Set the number of threads.
+
+    Args:
+        threads: the number; None is an equal share of the cores if there is a launcher, which by default
+            leaves a process one thread.
+    """
+    is_launched = "LOCAL_WORLD_SIZE" in os.environ
+    if any(name.startswith("ACCELERATE_") for name in os.environ):
+        is_launched = True
+    if threads is None and is_launched:
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        threads = max(1, num_cores() // num_local)
     if threads is not None:
         torch.set_num_threads(threads)

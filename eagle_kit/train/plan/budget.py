@@ -1,9 +1,9 @@
 """A training within a budget of time: what to generate, what to train on, what may come of it. Torch-free.
 
-One training, on raw chats at first, with the target's distribution as teacher, and on replies of the target
-itself from early on and alone at the end. Replies cost their generation. Where the disk has room the target's
-states are kept, and rows are gone through several times: the target's forward is more than half of the first
-pass. Rates are measured on the machine at hand, so every number follows from the budget.
+The training reads raw chats first, with the target's distribution as teacher. Replies of the target itself
+are added early, and at the end it reads them alone. Replies must be generated. If the disk has room, the
+target's hidden states are stored and rows are read several times, because the target's forward takes more
+than half of the first pass. Rates are measured on this machine, so every number follows from the budget.
 """
 
 import math
@@ -11,34 +11,38 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 ROW_TOKENS = 1024
+"""Tokens of a packed sequence."""
 RESERVED = 0.2
-"""Share of the budget for tuning and evaluating, and for loading the target in every stage."""
+"""Share of the budget for tuning and evaluation, and for loading the target in every stage."""
 REPLIES = 0.35
 """Share of the rest for generating replies."""
 TASK_SHARE = 1 / 3
-"""Share of the replies' tokens that answers prompts of :mod:`eagle_kit.datagen.task_prompts`."""
-RAW_PHASE, OWN_PHASE = (0.0, 0.55), (0.1, 1.0)
-"""Spans of the training in which raw chats and own replies are drawn, alike where both are."""
+"""Share of the replies' tokens that answer prompts of :mod:`eagle_kit.datagen.task_prompts`."""
+RAW_PHASE = (0.0, 0.55)
+"""Span of the training in which raw chats are drawn, as shares of its steps."""
+OWN_PHASE = (0.1, 1.0)
+"""The same for replies of the target. Where the spans overlap, both are drawn equally often."""
 RAW_SHARE = OWN_PHASE[0] + (RAW_PHASE[1] - OWN_PHASE[0]) / 2
 """Share of the training's tokens that are raw chats."""
 PASSES = 3
-"""Times that raw rows are gone through where states are kept."""
+"""Passes over the raw chats if hidden states are stored."""
 WITH_PROMPTS = 1.3
-"""Tokens of rows of own replies for each token of a reply."""
+"""Tokens of packed sequences for each token of a generated reply."""
 WANTED_STEPS = 3000
-"""Optimiser steps of a training with time enough; with more time a step has more rows."""
+"""Optimiser steps of a long training; with still more time, a step has more rows."""
 MOST_ROWS_PER_STEP = 16
 LEAST_STEPS = 20
 LEAST_TRAINING = 0.25
-"""Share of the planned training that is left to it, however long the stages before it took."""
+"""Share of the planned training time that is granted, however long the stages before it took."""
 SINGLE_RATE = 0.2
-"""Rate of decoding one prompt at a time, as a share of that of a batch of replies."""
+"""Rate of decoding one prompt at a time, as a share of the rate of a batch."""
 PROMPTS_OF_A_TASK = (2, 32)
-"""Fewest and most prompts of a task that a draft is measured on."""
-BASE_RATE, BASE_WIDTH = 1.2e-3, 576
-"""Learning rate and hidden size that it was chosen for; other widths take it in inverse proportion."""
+"""Minimum and maximum number of prompts of a task in the evaluation."""
+BASE_RATE = 1.2e-3
+"""Learning rate for the hidden size ``BASE_WIDTH``; wider targets take less, in inverse proportion."""
+BASE_WIDTH = 576
 LARGE_VOCAB = 65_536
-"""Tokens of a target's vocabulary above which a head proposes 32,000 of them, as published heads do."""
+"""Size of the target's vocabulary above which a head proposes 32,000 tokens, as published heads do."""
 CURVE = (
     (192_000, 1.34, 1.69),
     (1_005_584, 1.505, 1.901),
@@ -46,18 +50,18 @@ CURVE = (
     (4_505_522, 1.764, 2.184),
     (6_437_698, 1.803, 2.194),
 )
-"""Tokens seen and accept lengths 4,1,5 and 5,4,16 of heads for SmolLM2-135M-Instruct: one of half an hour,
-and the shipped one while it was trained (docs/training.md)."""
+"""Tokens seen, and accept lengths in the shapes 4,1,5 and 5,4,16, of heads for SmolLM2-135M-Instruct: one of
+half an hour, and the shipped one during its training (docs/training.md)."""
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Tokens per second.
+class TokenRates:
+    """Measured rates in tokens per second.
 
     Attributes:
-        replies: of replies that the target writes.
-        training: of packed rows that a head learns from, the target's forward included.
-        kept: of rows whose states were kept.
+        replies: tokens of generated replies.
+        training: tokens of packed sequences in training, with the target's forward.
+        kept: tokens of packed sequences in training whose hidden states are stored.
     """
 
     replies: float
@@ -65,15 +69,31 @@ class Rates:
     kept: float
 
     def seen(self, seconds: float, own: float, keeps: bool) -> tuple[float, float]:
-        """Return the tokens that a head sees in ``seconds``, and how many of raw chats differ, where ``own``
-        tokens of replies differ and states are kept, or not."""
-        first, again = 1 / self.training, 1 / (self.kept if keeps else self.training)
-        raw = RAW_SHARE / (PASSES if keeps else 1)
-        saved = first - again
-        seen = (seconds - own * saved) / (again + raw * saved)
-        if own > (1 - RAW_SHARE) * seen:  # not all of them are reached
-            seen = seconds / (again + (raw + 1 - RAW_SHARE) * saved)
-        return seen, raw * seen
+        """Tokens that a training of some seconds sees.
+
+        Args:
+            seconds: time of the training.
+            own: distinct tokens of packed sequences of replies.
+            keeps: hidden states are stored, so that a row runs the target once.
+
+        Returns:
+            Tokens of all rows that the training sees, and distinct tokens of raw chats among them.
+        """
+        # Seconds of a token the first time, and of one that is read again.
+        first = 1 / self.training
+        again = first
+        raw_share = RAW_SHARE
+        if keeps:
+            again = 1 / self.kept
+            raw_share = RAW_SHARE / PASSES
+
+        # All distinct tokens take ``first``, the others ``again``.
+        extra = first - again
+        seen = (seconds - own * extra) / (again + raw_share * extra)
+        if own > (1 - RAW_SHARE) * seen:
+            # There are more replies than the training reads, so it reads each at most once.
+            seen = seconds / (again + (raw_share + 1 - RAW_SHARE) * extra)
+        return seen, raw_share * seen
 
 
 @dataclass(frozen=True)
@@ -82,7 +102,7 @@ class Phase:
 
     Attributes:
         steps: optimiser steps.
-        rows_per_step: packed rows of ``ROW_TOKENS`` of each.
+        rows_per_step: packed sequences of ``ROW_TOKENS`` tokens in each.
     """
 
     steps: int
@@ -95,7 +115,7 @@ class Phase:
 
     @classmethod
     def of(cls, tokens: float, processes: int = 1) -> "Phase":
-        """The phase that sees about ``tokens``, with as many rows a step for each of ``processes``."""
+        """The phase that sees about ``tokens``, with an equal number of rows for each process."""
         rows = tokens / ROW_TOKENS
         per_step = min(max(round(rows / WANTED_STEPS), 2), MOST_ROWS_PER_STEP)
         per_step = math.ceil(per_step / processes) * processes
@@ -104,8 +124,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class Pilot:
-    """Work that is measured before a plan: ``replies``, and ``steps`` of a training on ``rows`` of
-    ``row_tokens`` each."""
+    """Work that is measured before a plan.
+
+    Attributes:
+        replies: replies to generate.
+        steps: optimiser steps of a training.
+        rows: packed sequences in each of these steps.
+        row_tokens: tokens of such a row.
+    """
 
     replies: int
     steps: int
@@ -119,8 +145,8 @@ class Training:
 
     Attributes:
         phase: its length.
-        raw_tokens: tokens of raw chats that differ.
-        keeps: the target's states are kept, and rows are gone through several times.
+        raw_tokens: distinct tokens of raw chats.
+        keeps: the target's hidden states are stored, and rows are read several times.
     """
 
     phase: Phase
@@ -134,8 +160,10 @@ class BudgetPlan:
 
     Attributes:
         reply_tokens: tokens of replies to generate.
-        training: on them and on raw chats.
-        replies_s, training_s, reserved_s: seconds of both, and for tuning and evaluating.
+        training: training on these replies and on raw chats.
+        replies_s: seconds of the replies.
+        training_s: seconds of the training.
+        reserved_s: seconds for tuning, for evaluation and for loading the target.
     """
 
     reply_tokens: int
@@ -150,17 +178,18 @@ class BudgetPlan:
         return self.training.phase.tokens
 
     def training_left_s(self, budget_s: float, spent_s: float) -> float:
-        """Seconds that a training has when stages have taken ``spent_s`` of ``budget_s``."""
+        """Seconds for the training after stages that took ``spent_s`` of ``budget_s``."""
         left = budget_s - self.reserved_s - spent_s
         return max(left, LEAST_TRAINING * self.training_s)
 
     def prompts_of_a_task(self, reply_rate: float, tokens: int, num_tasks: int, num_shapes: int) -> int:
-        """Prompts of each task that a draft is measured on, in a third of the reserved time: the others are
-        for tuning and for loading the target.
+        """Number of prompts of each task in the evaluation, which has a third of the reserved time.
 
         Args:
             reply_rate: tokens per second of a batch of replies.
-            tokens: of a reply, which is decoded plainly and in every shape.
+            tokens: tokens of a reply. It is decoded plainly, and once in every shape.
+            num_tasks: number of tasks.
+            num_shapes: number of speculation shapes.
         """
         seconds = self.reserved_s / 3
         replies = seconds * SINGLE_RATE * reply_rate / tokens
@@ -169,10 +198,17 @@ class BudgetPlan:
 
 
 def plan_budget(
-    budget_s: float, spent_s: float, rates: Rates, kept_tokens: float, processes: int = 1
+    budget_s: float, spent_s: float, rates: TokenRates, kept_tokens: float, processes: int = 1
 ) -> BudgetPlan:
-    """Plan ``budget_s`` seconds, of which ``spent_s`` went into measuring ``rates``, on a disk with room for
-    the states of ``kept_tokens``, for a training of ``processes``."""
+    """Plan the work of a budget.
+
+    Args:
+        budget_s: seconds of all stages together.
+        spent_s: seconds that the measurement of ``rates`` took.
+        rates: measured rates.
+        kept_tokens: tokens whose hidden states the disk has room for.
+        processes: processes of the training.
+    """
     reserved = RESERVED * budget_s
     left = max(budget_s - reserved - spent_s, 0.0)
     replies = REPLIES * left
@@ -182,36 +218,58 @@ def plan_budget(
 
 
 def plan_training(
-    seconds: float, reply_tokens: float, rates: Rates, kept_tokens: float, processes: int = 1
+    seconds: float, reply_tokens: float, rates: TokenRates, kept_tokens: float, processes: int = 1
 ) -> Training:
-    """Plan a training of ``seconds`` on replies of ``reply_tokens`` and on raw chats; the rest as for
-    :func:`plan_budget`."""
+    """Plan a training on replies and on raw chats.
+
+    Args:
+        seconds: time of the training.
+        reply_tokens: tokens of generated replies.
+        rates, kept_tokens, processes: see :func:`plan_budget`.
+    """
     own = WITH_PROMPTS * reply_tokens
     seen, raw = rates.seen(seconds, own, keeps=True)
-    keeps = raw + min(own, (1 - RAW_SHARE) * seen) <= kept_tokens
+    distinct = raw + min(own, (1 - RAW_SHARE) * seen)
+    keeps = distinct <= kept_tokens
     if not keeps:
         seen, raw = rates.seen(seconds, own, keeps=False)
     return Training(Phase.of(seen, processes), int(raw), keeps)
 
 
 def learning_rate(hidden_size: int) -> float:
-    """Learning rate for a target of this width, in inverse proportion to it, rounded to two digits."""
-    return float(f"{min(BASE_RATE * BASE_WIDTH / hidden_size, BASE_RATE):.1e}")
+    """Learning rate for a target of this hidden size, rounded to two digits."""
+    rate = min(BASE_RATE * BASE_WIDTH / hidden_size, BASE_RATE)
+    return float(f"{rate:.1e}")
 
 
 def draft_vocab_size(vocab_size: int) -> int:
-    """Tokens that the head can propose, of ``vocab_size`` of the target's tokenizer."""
-    return min(8192 if vocab_size <= LARGE_VOCAB else 32_000, vocab_size)
+    """Size of the draft vocabulary for a target with ``vocab_size`` tokens."""
+    most = 8192 if vocab_size <= LARGE_VOCAB else 32_000
+    return min(most, vocab_size)
 
 
 def expected_accept_lengths(tokens: int) -> tuple[float, float]:
-    """Accept lengths of a chain 4,1,5 and a tree 5,4,16 after ``tokens``, by :data:`CURVE`, linear in the
-    logarithm of tokens and beyond its ends as between its first and its last point; at least 1."""
+    """Expected accept lengths of a head that has seen ``tokens``, by :data:`CURVE`.
+
+    They are linear in the logarithm of tokens between two points of the curve. Outside of the curve they
+    follow the line through its first and its last point.
+
+    Returns:
+        Accept lengths, at least 1, of the chain 4,1,5 and of the tree 5,4,16.
+    """
+    # The two points.
     xs = [math.log(point[0]) for point in CURVE]
     x = math.log(max(tokens, 1))
-    inside = xs[0] <= x <= xs[-1]
-    i = min(bisect_right(xs, x), len(xs) - 1) if inside else len(xs) - 1
-    before = i - 1 if inside else 0
-    share = (x - xs[before]) / (xs[i] - xs[before])
-    chain, tree = (CURVE[before][k] + share * (CURVE[i][k] - CURVE[before][k]) for k in (1, 2))
+    left = 0
+    right = len(xs) - 1
+    if xs[0] <= x <= xs[-1]:
+        right = min(bisect_right(xs, x), right)
+        left = right - 1
+
+    # The line through them.
+    share = (x - xs[left]) / (xs[right] - xs[left])
+    _, chain_left, tree_left = CURVE[left]
+    _, chain_right, tree_right = CURVE[right]
+    chain = chain_left + share * (chain_right - chain_left)
+    tree = tree_left + share * (tree_right - tree_left)
     return max(chain, 1.0), max(tree, 1.0)

@@ -27,31 +27,32 @@ RECIPE = {
 }
 """Settings of the shipped head's training (docs/training.md)."""
 HELD_OUT = 16
-"""Conversations whose prompts a training is judged on."""
+"""Conversations of a source that are held out for validation."""
 PILOT_CONVERSATIONS = 200
 """Conversations that a pilot reads."""
 JUDGE_EVERY = 250
-"""Least steps between judgements."""
+"""Minimum number of steps between validations."""
 MOST_JUDGEMENTS = 4
+"""Maximum number of validations."""
 STATES_OF_DISK = 0.5
-"""Part of the free disk that kept states may take."""
+"""Share of the free disk that stored hidden states may take."""
 NUM_AUX_LAYERS = 3
-"""Captured layers whose states are kept, beside the last state."""
+"""Captured layers of a head, besides the final hidden state."""
 
 
 @dataclass(frozen=True)
 class DraftJob:
-    """A draft that is made within a time, with all defaults resolved.
+    """Options of ``make-draft``, with all defaults resolved.
 
     Attributes:
-        target: folder, hub id or known name.
+        target: folder, hub id or known name of the target.
         source: conversations: a file, ``package:NAME`` or ``datasets:NAME[:SPLIT]``.
-        tasks: tasks that the draft is measured on, whose prompts no training text may have.
-        chat_template: file in place of the target's chat template.
-        budget: time of all stages together, as it was given.
-        budget_s: the same in seconds.
-        processes: that train together.
-        out: folder that everything is written to.
+        tasks: tasks of the evaluation; no training text may contain a prompt of theirs.
+        chat_template: file that replaces the target's chat template.
+        budget: time of all stages together, as the user wrote it.
+        budget_s: ``budget`` in seconds.
+        processes: number of processes of the training.
+        out: folder of all files.
     """
 
     target: str
@@ -65,17 +66,17 @@ class DraftJob:
 
     @property
     def cache(self) -> Path:
-        """Folder of packed rows, and of kept states under ``states``."""
+        """Folder of packed sequences; stored hidden states are in its folder ``states``."""
         return self.out / "cache"
 
 
 @dataclass(frozen=True)
 class ReplyFile:
-    """Replies of the target to learn from.
+    """A file of generated replies.
 
     Attributes:
-        name: of the source in the mixture.
-        path: JSONL file.
+        name: name of the source in the mixture.
+        path: the JSONL file.
         conversations: number of its lines.
         tokens: number of generated tokens.
     """
@@ -87,7 +88,7 @@ class ReplyFile:
 
 
 def pilot_config(job: DraftJob, pilot: Pilot) -> dict[str, Any]:
-    """Config of a training whose steps are timed: raw chats, kept states and judgements off."""
+    """Config of a training whose steps are timed: raw chats, no stored hidden states, no validation."""
     phase = Phase(pilot.steps, max(pilot.rows, job.processes))
     data = {"source": job.source, "limit": PILOT_CONVERSATIONS}
     return _config(job, "pilot", phase, data, row_tokens=pilot.row_tokens, keeps_states=False, judge_every=0)
@@ -99,9 +100,9 @@ def draft_config(
     """Config of the draft's training: raw chats at first, then ``replies``.
 
     Args:
-        tokens_per_conversation: mean tokens of a raw conversation.
+        tokens_per_conversation: mean number of tokens of a raw conversation.
     """
-    # At most four judgements, the last behind the last step.
+    # The last validation is that of the last step.
     steps = training.phase.steps
     judgements = min(max(steps // JUDGE_EVERY, 1), MOST_JUDGEMENTS)
     judge_every = math.ceil(steps / judgements)
@@ -121,8 +122,8 @@ def draft_config(
 def _mixture(
     job: DraftJob, training: Training, replies: Sequence[ReplyFile], tokens_per_conversation: float
 ) -> list[dict[str, Any]]:
-    """Sources of the draft's training; files with too few replies to hold some out are left out."""
-    # Raw chats, as many as are learned from and held out.
+    """Sources of the draft's training, without files that have too few replies to hold some out."""
+    # Raw chats: as many as are trained on, and those that are held out.
     limit = int(training.raw_tokens / tokens_per_conversation) + HELD_OUT
     raw = {"source": job.source, "name": "raw", "limit": max(limit, 2 * HELD_OUT)}
     enough = [file for file in replies if file.conversations > HELD_OUT]
@@ -153,7 +154,16 @@ def _config(
     keeps_states: bool,
     judge_every: int,
 ) -> dict[str, Any]:
-    """Config of a training in the folder ``name`` of the job's; sizes are those of the target."""
+    """Config of a training.
+
+    Args:
+        name: name of the run folder in ``job.out``.
+        phase: length of the training.
+        data: settings of the section ``data``.
+        row_tokens: tokens of a packed sequence.
+        keeps_states: store hidden states on disk.
+        judge_every: steps between validations; 0 is none.
+    """
     from eagle_kit.models.loading.loader import read_target_config
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
@@ -186,7 +196,7 @@ def _config(
 
 
 def room_for_states(job: DraftJob) -> float:
-    """Tokens whose states the disk of the job's folder has room for."""
+    """Number of tokens whose hidden states the disk of the job's folder has room for."""
     import torch
 
     from eagle_kit.data.hidden_states.format import bytes_per_token
@@ -205,5 +215,7 @@ def _precision() -> str:
     """Precision of a training: bfloat16 on a CPU with instructions for it, else ``auto``."""
     import torch
 
-    has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if has and not torch.cuda.is_available() else "auto"
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if has_bf16 and not torch.cuda.is_available():
+        return "bfloat16"
+    return "auto"

@@ -9,7 +9,7 @@ import torch
 
 from eagle_kit.drafts.registry import training_kind
 from eagle_kit.ops.linear import linear
-from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload, capture_flops, head_flops
+from eagle_kit.train.plan.costs import ProcessLayout, Rates, RunCosts, Workload, capture_flops, head_flops
 from eagle_kit.train.run.progress import format_seconds
 
 EXPECTED_EFFICIENCY = 0.55
@@ -23,12 +23,12 @@ class Session:
     Attributes:
         work: one forward of one process.
         micro_batches_per_step: forwards of one process in an optimiser step.
-        rows_per_micro_batch: packed rows of one forward.
-        num_rows: packed rows of the data set, for the state cache.
-        num_captures: those of them that this session visits and the cache lacks; 0 without a cache.
-        num_steps: optimiser steps still to do.
+        rows_per_micro_batch: packed sequences of one forward.
+        num_rows: packed sequences of the data, for the cache of captured hidden states.
+        num_captures: packed sequences that this session visits and the cache lacks; 0 without a cache.
+        num_steps: optimiser steps of the session.
         flops_per_s: see :func:`measure_matmul_rate`.
-        free_disk: bytes free where the run folder goes.
+        free_disk: free bytes on the disk of the run folder.
         mapped: bytes of weight files that are mapped into memory while the target is read.
     """
 
@@ -44,17 +44,17 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Sizes in bytes, times in seconds, both of one process except where it says otherwise.
+class RunEstimate:
+    """Expected memory, disk and time of a session, in bytes and seconds of one process.
 
     Attributes:
-        session: the work that is estimated.
-        memory: of weights, optimiser and activations by name.
-        peak: memory at the worst moment.
-        disk: of the run folder and the cache by name.
-        flops_per_step: of one optimiser step, over all processes.
-        seconds_per_step: expected, once the states that are kept on disk are there.
-        capture_seconds: expected for the states that are captured once and kept.
+        session: the work.
+        memory: bytes by name, see :meth:`RunCosts.memory`.
+        peak: bytes at the worst moment.
+        disk: bytes of the run folder and the cache by name.
+        flops_per_step: floating-point operations of an optimiser step, over all processes.
+        seconds_per_step: time of an optimiser step; with a cache, once its hidden states are captured.
+        capture_seconds: time of the captures into the cache.
         num_parameters: trained weights.
     """
 
@@ -69,21 +69,19 @@ class Estimate:
 
     @property
     def of_step(self) -> float:
-        """Bytes that a step takes beside the models and the optimiser."""
+        """Bytes that a step needs besides the models and the optimiser."""
         return self.memory["states and activations"] + self.memory["teacher and logits"]
 
     @property
     def seconds(self) -> float:
-        """Expected duration without judging."""
+        """Time of the session without validation."""
         return self.seconds_per_step * self.session.num_steps + self.capture_seconds
 
     def report(self) -> str:
-        """A few lines for people."""
+        """Lines about the head, memory, disk and time, for the user."""
         session = self.session
-        memory, disk = (
-            ", ".join(f"{name} {size / 1e9:.2f}" for name, size in sizes.items())
-            for sizes in (self.memory, self.disk)
-        )
+        memory = _list_sizes(self.memory)
+        disk = _list_sizes(self.disk)
         mapped = ""
         if session.mapped:
             mapped = (
@@ -108,31 +106,50 @@ class Estimate:
         )
 
 
-def make_estimate(costs: Costs, session: Session, num_processes: int = 1, sharding: str = "none") -> Estimate:
-    """Estimate of ``session`` in ``num_processes`` processes.
+def _list_sizes(sizes: dict[str, float]) -> str:
+    """Names with their sizes in gigabytes."""
+    return ", ".join(f"{name} {size / 1e9:.2f}" for name, size in sizes.items())
+
+
+def make_estimate(
+    costs: RunCosts, session: Session, num_processes: int = 1, sharding: str = "none"
+) -> RunEstimate:
+    """Estimate a session in ``num_processes`` processes.
 
     Args:
-        sharding: of the head, see :func:`eagle_kit.train.parallel.launch.sharding_asked_for`.
+        sharding: sharding of the head, see :func:`~eagle_kit.train.parallel.launch.sharding_asked_for`.
     """
-    config, work = costs.config, session.work
-    kept = config.training.cache_hidden_states == "disk" or config.data.store is not None
-    target = "sharded" if config.training.shares_target else "whole"
-    layout = Layout(
-        num_processes, target if training_kind(config).runs_target(config) else "stored", sharding
-    )
-    rates = Rates(session.flops_per_s * EXPECTED_EFFICIENCY)
-    per_forward = head_flops(costs.draft, work) + (0.0 if kept else capture_flops(costs.target, work))
-    captured = costs.capture_seconds(work, layout, rates) / session.rows_per_micro_batch / num_processes
+    config = costs.config
+    work = session.work
+    forwards = session.micro_batches_per_step
+
+    # Memory, with the target where the run needs its layers.
+    target = "stored"
+    if training_kind(config).runs_target(config):
+        target = "sharded" if config.training.shares_target else "whole"
+    layout = ProcessLayout(num_processes, target, sharding)
     memory = costs.memory(layout, work.tokens, work.rows)
-    timed = Layout(num_processes, "stored" if kept else layout.target, sharding)
-    return Estimate(
+
+    # An optimiser step. It does not run the target if hidden states are stored.
+    is_stored = config.training.cache_hidden_states == "disk" or config.data.store is not None
+    rates = Rates(session.flops_per_s * EXPECTED_EFFICIENCY)
+    flops = head_flops(costs.draft, work)
+    step_layout = ProcessLayout(num_processes, "stored", sharding)
+    if not is_stored:
+        flops += capture_flops(costs.target, work)
+        step_layout = layout
+    seconds_per_step = costs.step_seconds(work, forwards, step_layout, rates)
+
+    # Captures of packed sequences, which the processes share.
+    seconds_per_row = costs.capture_seconds(work, layout, rates) / session.rows_per_micro_batch
+    return RunEstimate(
         session=session,
         memory=memory,
         peak=costs.peak(memory),
         disk=costs.disk(session.num_rows),
-        flops_per_step=per_forward * session.micro_batches_per_step * num_processes,
-        seconds_per_step=costs.step_seconds(work, session.micro_batches_per_step, timed, rates),
-        capture_seconds=session.num_captures * captured,
+        flops_per_step=flops * forwards * num_processes,
+        seconds_per_step=seconds_per_step,
+        capture_seconds=session.num_captures * (seconds_per_row / num_processes),
         num_parameters=costs.head.total,
     )
 
@@ -141,20 +158,31 @@ def make_estimate(costs: Costs, session: Session, num_processes: int = 1, shardi
 def measure_matmul_rate(
     device: torch.device, dtype: torch.dtype = torch.float32, seconds: float = 0.4
 ) -> float:
-    """Rate of a plain matmul ``[1024, 1024] x [4096, 1024]`` on this device in FLOP/s, measured once a
-    process."""
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
-    x, w = (torch.randn(rows, 1024, device=device, dtype=dtype, generator=generator) for rows in (1024, 4096))
+    """Measure the rate of a matmul ``[1024, 1024] x [4096, 1024]`` on a device, once in a process.
+
+    Args:
+        seconds: duration of the measurement.
+
+    Returns:
+        Floating-point operations per second.
+    """
+    # A generator of its own leaves the run's random numbers as they are.
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(1024, 1024, device=device, dtype=dtype, generator=generator)
+    weight = torch.randn(4096, 1024, device=device, dtype=dtype, generator=generator)
     flops = 2.0 * 1024 * 1024 * 4096
 
-    def timed(repeats: int) -> float:
+    def run(repeats: int) -> float:
+        """Seconds of several matmuls."""
         started = time.perf_counter()
         for _ in range(repeats):
-            linear(x, w)
+            linear(x, weight)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
-    timed(2)
-    repeats = max(3, math.ceil(seconds / max(timed(3) / 3, 1e-6)))
-    return flops * repeats / timed(repeats)
+    # Warm up, choose the number of matmuls, and measure them.
+    run(2)
+    seconds_per_matmul = max(run(3) / 3, 1e-6)
+    repeats = max(3, math.ceil(seconds / seconds_per_matmul))
+    return flops * repeats / run(repeats)

@@ -1,8 +1,8 @@
 """Pilots of ``make-draft``: what is measured, by costs that are known before anything is measured.
 
-Arithmetic of the target and of the head, over the rate of a matmul on this machine, gives the seconds of a
-reply and of a training step. Pilots are chosen by them, so that measuring takes a fixed share of a budget at
-most.
+The arithmetic of target and head, divided by the rate of a matmul on this machine, gives the seconds of a
+reply and of a training step. A pilot is chosen by them, so that measuring takes at most a fixed share of the
+budget.
 """
 
 import json
@@ -21,24 +21,24 @@ from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.train.plan.budget import LEAST_STEPS, REPLIES, RESERVED, ROW_TOKENS, Pilot
 from eagle_kit.train.plan.budget_configs import DraftJob, pilot_config
-from eagle_kit.train.plan.costs import Costs, Layout, Rates, make_workload
+from eagle_kit.train.plan.costs import ProcessLayout, Rates, RunCosts, make_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
 from eagle_kit.train.plan.sizes import num_weights
 from eagle_kit.train.run.metrics import JsonLines
 from eagle_kit.train.run.new_head import head_architecture
 
 SHARE = 0.1
-"""Part of a budget that measuring may take."""
+"""Maximum share of a budget for measuring."""
 START_S = 15.0
-"""Expected seconds of the start of a command, until it loads a target."""
+"""Expected seconds from the start of a command until it loads a target."""
 DECODING_EFFICIENCY = 0.2
 """Share of the matmul rate that decoding a batch of replies is expected to reach."""
 READ_BYTES_PER_S = 2e8
 """Rate at which weights are expected to be read."""
 SUPERVISED = 0.75
-"""Expected share of tokens with loss, as in chats."""
+"""Expected share of supervised tokens."""
 LEAST_ROWS = 2
-"""Packed rows of a step of the shortest training that is planned."""
+"""Packed sequences of an optimiser step in the shortest training that is planned."""
 PILOTS = (
     Pilot(replies=16, steps=8, rows=2, row_tokens=ROW_TOKENS),
     Pilot(replies=8, steps=4, rows=2, row_tokens=ROW_TOKENS // 2),
@@ -46,19 +46,19 @@ PILOTS = (
     Pilot(replies=4, steps=3, rows=1, row_tokens=ROW_TOKENS // 4),
     Pilot(replies=2, steps=3, rows=1, row_tokens=ROW_TOKENS // 8),
 )
-"""Pilots from the most exact to the shortest."""
+"""Pilots, from the most exact to the shortest."""
 
 
 @dataclass(frozen=True)
 class ExpectedCosts:
-    """Seconds on this machine.
+    """Expected seconds on this machine.
 
     Attributes:
-        loading: of a stage before its first work.
-        reply_token: of a token of a reply or of its prompt, decoded together with others.
-        row_token: of a token of a packed row in a training step.
-        step_flops: arithmetic of a step of the shortest training.
-        flops_per_s: the rate of a matmul, measured.
+        loading: seconds of a stage until the target is loaded.
+        reply_token: seconds of a token of a reply or of its prompt, in a batch.
+        row_token: seconds of a token of a packed sequence in training.
+        step_flops: floating-point operations of an optimiser step of the shortest training.
+        flops_per_s: measured rate of a matmul.
     """
 
     loading: float
@@ -68,11 +68,11 @@ class ExpectedCosts:
     flops_per_s: float
 
     def seconds(self, pilot: Pilot, tokens_per_reply: int, processes: int) -> float:
-        """Expected time of a pilot.
+        """Expected seconds of a pilot.
 
         Args:
-            tokens_per_reply: most tokens of a reply and its prompt.
-            processes: that train together; each has a row of a step.
+            tokens_per_reply: maximum number of tokens of a reply and its prompt.
+            processes: processes of the training, which share the rows of a step.
         """
         replies = pilot.replies * tokens_per_reply * self.reply_token
         rows_of_one = max(pilot.rows / processes, 1.0)
@@ -80,8 +80,11 @@ class ExpectedCosts:
         return 2 * self.loading + replies + training
 
     def least_budget(self, tokens_per_reply: int, processes: int) -> float:
-        """Shortest budget that makes sense: the shortest pilot is a tenth of it, and the time for training
-        has room for the fewest steps that are planned."""
+        """Shortest budget in seconds that can be planned.
+
+        The shortest pilot takes :data:`SHARE` of it, and the training has time for the fewest steps that are
+        planned.
+        """
         pilot = self.seconds(PILOTS[-1], tokens_per_reply, processes) / SHARE
         rows_of_one = max(LEAST_ROWS / processes, 1.0)
         steps = LEAST_STEPS * rows_of_one * ROW_TOKENS * self.row_token
@@ -90,10 +93,13 @@ class ExpectedCosts:
 
 
 def pilot_for(job: DraftJob, tokens_per_reply: int) -> tuple[Pilot, float]:
-    """Choose what is measured for a job, and return it with the seconds that it is expected to take.
+    """Choose the pilot of a job.
 
     Args:
-        tokens_per_reply: most tokens of a reply and its prompt.
+        tokens_per_reply: maximum number of tokens of a reply and its prompt.
+
+    Returns:
+        The pilot, and its expected seconds.
 
     Raises:
         UserError: the budget is too short for this target on this machine.
@@ -127,8 +133,7 @@ def _duration(minutes: int) -> str:
 def choose_pilot(
     budget_s: float, costs: ExpectedCosts, tokens_per_reply: int, processes: int
 ) -> Pilot | None:
-    """The most exact pilot that takes at most :data:`SHARE` of a budget; None where the budget makes
-    no sense."""
+    """The most exact pilot that takes at most :data:`SHARE` of a budget; None if the budget is too short."""
     if budget_s < costs.least_budget(tokens_per_reply, processes):
         return None
     for pilot in PILOTS:
@@ -138,25 +143,28 @@ def choose_pilot(
 
 
 def expected_costs(config: TrainConfig, target: TargetConfig) -> ExpectedCosts:
-    """Costs of replies of ``target`` and of training as ``config`` says, without weights or data."""
+    """Expected costs of replies of ``target`` and of training by ``config``, without weights or data."""
+    # The rate of a matmul in the precision of the run; "auto" is bfloat16 on a GPU.
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    in_half = config.training.precision == "bfloat16" or (on_gpu and config.training.precision == "auto")
-    rate = measure_matmul_rate(device, torch.bfloat16 if in_half else torch.float32)
+    dtype = torch.float32
+    if config.training.precision == "bfloat16" or (on_gpu and config.training.precision == "auto"):
+        dtype = torch.bfloat16
+    rate = measure_matmul_rate(device, dtype)
 
     # A training step on full rows.
     draft = head_architecture(config, target, None)
-    costs = Costs(config, target, draft, is_gpu=on_gpu)
+    costs = RunCosts(config, target, draft, is_gpu=on_gpu)
     tokens = LEAST_ROWS * ROW_TOKENS
     work = make_workload(config, tokens, SUPERVISED * tokens, LEAST_ROWS, ROW_TOKENS / 2)
-    seconds = costs.step_seconds(work, 1, Layout(), Rates(rate * EXPECTED_EFFICIENCY))
+    seconds = costs.step_seconds(work, 1, ProcessLayout(), Rates(rate * EXPECTED_EFFICIENCY))
 
-    # A token of a reply meets every active weight once.
-    met, total = num_weights(target)
-    met += target.hidden_size * target.vocab_size
+    # A token of a reply is multiplied with every active weight and the output layer.
+    active, total = num_weights(target)
+    active += target.hidden_size * target.vocab_size
     return ExpectedCosts(
         loading=START_S + 4 * total / READ_BYTES_PER_S,
-        reply_token=2 * met / (rate * DECODING_EFFICIENCY),
+        reply_token=2 * active / (rate * DECODING_EFFICIENCY),
         row_token=seconds / tokens,
         step_flops=seconds * rate * EXPECTED_EFFICIENCY,
         flops_per_s=rate,
@@ -164,7 +172,7 @@ def expected_costs(config: TrainConfig, target: TargetConfig) -> ExpectedCosts:
 
 
 def pilot_figures(run: Path, steps: int) -> dict[str, float]:
-    """Figures of a pilot's training that a plan is made of, from its run folder.
+    """Read the figures of a pilot's training from its run folder.
 
     Returns:
         Medians over the later half of its ``steps``: ``tokens_per_s``, and ``kept_tokens_per_s`` without the

@@ -8,17 +8,22 @@ import math
 from dataclasses import dataclass
 
 from eagle_kit.core.gpus import RUNTIME_BYTES, Gpu
-from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload, make_workload
+from eagle_kit.train.plan.costs import ProcessLayout, Rates, RunCosts, Workload, make_workload
 
 UTILISATION = 0.4
 """Share of the data sheet's FLOP/s that matmuls of a step are assumed to reach."""
 USABLE = 0.92
-"""Share of a GPU's memory that may be planned for; the rest is lost to fragments."""
+"""Share of a GPU's memory that a plan may use; the rest is lost to fragmentation."""
 SUPERVISED_SHARE = 0.75
-"""Share of the tokens that replies are assumed to make; memory is planned for all of them."""
+"""Assumed share of supervised tokens in the speed of a step; memory is planned for a share of 1."""
 UNKNOWN_TOKENS = 100e6
-"""Tokens of the data where the config does not say how many are learned from."""
+"""Tokens of the data if the config does not say how many are trained on."""
+GPU_COUNTS = (1, 8)
+"""Numbers of GPUs that a plan is made for."""
+CAPTURE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of GPUs that a capture of hidden states is tried on."""
 DAY = 86400
+"""Seconds of a day."""
 
 LAYOUTS = {
     "fits": ("whole", "none"),
@@ -28,24 +33,25 @@ LAYOUTS = {
     "from a store": ("stored", "none"),
     "from a store, head sharded": ("stored", "fsdp2"),
 }
-"""By name, the target's place and the head's sharding, in the order in which they are tried."""
+"""Name -> ``target`` and ``sharding`` of a :class:`ProcessLayout`, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A layout on N GPUs.
+    """A layout on N GPUs, with its expected memory and speed.
 
     Attributes:
-        name: of :data:`LAYOUTS`.
-        memory: bytes of each GPU by name, see :meth:`Costs.memory`.
+        name: key of :data:`LAYOUTS`.
+        layout: the layout.
+        memory: bytes of each GPU by name, see :meth:`RunCosts.memory`.
         peak: bytes of each GPU at the worst moment.
-        fits: ``peak`` is within the usable memory.
-        seconds_per_step: expected.
-        tokens_per_day: of all GPUs, prompts included, without judging.
+        fits: True if ``peak`` is within the usable memory.
+        seconds_per_step: seconds of an optimiser step.
+        tokens_per_day: tokens of all GPUs in a day, prompts included, without validation.
     """
 
     name: str
-    layout: Layout
+    layout: ProcessLayout
     memory: dict[str, float]
     peak: float
     fits: bool
@@ -54,10 +60,10 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Planner:
-    """Layouts and speeds for one config on one kind of GPU."""
+class GpuPlanner:
+    """Plans one config on one kind of GPU."""
 
-    costs: Costs
+    costs: RunCosts
     gpu: Gpu
 
     @property
@@ -67,67 +73,89 @@ class Planner:
 
     @property
     def schedule_tokens(self) -> float:
-        """Tokens that the schedule visits, all rows full; :data:`UNKNOWN_TOKENS` when it does not say."""
+        """Tokens that the schedule visits, all rows full; :data:`UNKNOWN_TOKENS` without ``max_steps``."""
         steps = self.costs.config.training.max_steps
         return float(steps * self.step_tokens) if steps else UNKNOWN_TOKENS
 
     def place(self, num_gpus: int) -> Placement | None:
-        """The first layout that fits, else the last one tried; None when the rows cannot be shared out."""
+        """Choose a layout.
+
+        Returns:
+            The first layout that fits, else the last that was tried; None if the packed sequences of a step
+            cannot be divided over the GPUs.
+        """
         shares = self.costs.shares(num_gpus)
         if shares is None:
             return None
+        forwards, rows_per_forward = shares
         placement = None
         for name, (target, sharding) in LAYOUTS.items():
-            if num_gpus > 1 or (target != "sharded" and sharding == "none"):
-                placement = self._placement(name, Layout(num_gpus, target, sharding), *shares)
-                if placement.fits:
-                    return placement
+            # One GPU shards nothing.
+            if num_gpus == 1 and (target == "sharded" or sharding != "none"):
+                continue
+            layout = ProcessLayout(num_gpus, target, sharding)
+            placement = self._placement(name, layout, forwards, rows_per_forward)
+            if placement.fits:
+                return placement
         return placement
 
     def gpus_to_capture(self) -> int | None:
-        """The smallest power of two of GPUs, up to 64, over which the sharded target can run at all."""
+        """The smallest number of :data:`CAPTURE_COUNTS` over which the sharded target fits, or None."""
         forward = self.costs.target_forward(self.costs.config.data.max_length)
-        for num_gpus in (1, 2, 4, 8, 16, 32, 64):
+        for num_gpus in CAPTURE_COUNTS:
             needed = self.costs.target_bytes(_capture_layout(num_gpus)) + forward + RUNTIME_BYTES
             if needed <= USABLE * self.gpu.memory:
                 return num_gpus
         return None
 
     def capture_tokens_per_day(self, num_gpus: int) -> float:
-        """Tokens a day that ``num_gpus`` capture, one packed row each at a time."""
+        """Tokens that ``num_gpus`` capture in a day, with one packed sequence on each GPU at a time."""
         work = self._work(1, 1.0)
         seconds = self.costs.capture_seconds(work, _capture_layout(num_gpus), self._rates)
         return num_gpus * work.tokens / seconds * DAY
 
     @property
     def days(self) -> dict[int, float]:
-        """Days that the schedule takes on one and on eight GPUs, where it can run."""
-        found = {n: self.place(n) for n in (1, 8)}
-        return {
-            n: self.schedule_tokens / placement.tokens_per_day
-            for n, placement in found.items()
-            if placement is not None and placement.fits and math.isfinite(placement.tokens_per_day)
-        }
+        """Days of the schedule by number of GPUs, for the :data:`GPU_COUNTS` on which it fits."""
+        days = {}
+        for num_gpus in GPU_COUNTS:
+            placement = self.place(num_gpus)
+            if placement is None or not placement.fits:
+                continue
+            if math.isfinite(placement.tokens_per_day):
+                days[num_gpus] = self.schedule_tokens / placement.tokens_per_day
+        return days
 
     @property
     def _rates(self) -> Rates:
+        """Rates of the GPU that a step is assumed to reach."""
         flops = UTILISATION * self.gpu.flops(self.costs.config.training.precision)
         return Rates(flops, self.gpu.bandwidth, self.gpu.link)
 
-    def _work(self, rows: int, supervised: float) -> Workload:
-        """A forward of full rows, each a single document."""
+    def _work(self, rows: int, supervised_share: float) -> Workload:
+        """Workload of a forward over full packed sequences, each of them one document."""
         config = self.costs.config
         length = config.data.max_length
-        return make_workload(config, rows * length, rows * length * supervised, rows, length / 2)
+        tokens = rows * length
+        return make_workload(config, tokens, tokens * supervised_share, rows, length / 2)
 
-    def _placement(self, name: str, layout: Layout, forwards: int, rows: int) -> Placement:
+    def _placement(self, name: str, layout: ProcessLayout, forwards: int, rows: int) -> Placement:
+        """Memory and speed of a layout, with ``forwards`` of ``rows`` packed sequences in each process."""
         work = self._work(rows, SUPERVISED_SHARE)
         memory = self.costs.memory(layout, work.tokens, work.tokens)
         peak = self.costs.peak(memory)
         seconds = self.costs.step_seconds(work, forwards, layout, self._rates)
-        fits = peak <= USABLE * self.gpu.memory
-        return Placement(name, layout, memory, peak, fits, seconds, self.step_tokens / seconds * DAY)
+        return Placement(
+            name=name,
+            layout=layout,
+            memory=memory,
+            peak=peak,
+            fits=peak <= USABLE * self.gpu.memory,
+            seconds_per_step=seconds,
+            tokens_per_day=self.step_tokens / seconds * DAY,
+        )
 
 
-def _capture_layout(num_gpus: int) -> Layout:
-    return Layout(num_gpus, "whole" if num_gpus == 1 else "sharded")
+def _capture_layout(num_gpus: int) -> ProcessLayout:
+    """Layout of a capture on ``num_gpus``."""
+    return ProcessLayout(num_gpus, "whole" if num_gpus == 1 else "sharded")

@@ -1,6 +1,6 @@
 """Sizes of heads and targets, counted from their modules without weights.
 
-Legend: T tokens, R rows with loss, K experts of a token, E experts.
+Legend: T tokens, R supervised rows, K experts of a token, E experts.
 """
 
 from typing import NamedTuple
@@ -15,17 +15,25 @@ from eagle_kit.models.targets.llama import LlamaModel
 
 
 class HeadSizes(NamedTuple):
-    """Matmul weights that a row meets: of ``fuse``, of one layer ``before`` and ``behind`` its attention, of
-    the ``output`` layer; ``attended``, products of a row with each key, over all heads; ``inner``, values of
-    a row between the matmuls of its MLP; ``total`` weights, and the layers, one for each step, or one for
-    all; ``plain``, matmul weights of the ``num_plain`` layers behind it."""
+    """Sizes of a head. Weights are those that one row is multiplied with.
+
+    Attributes:
+        fuse: weights of the fusion of the target's states.
+        before: weights of the first layer before its attention.
+        after: weights of the first layer after its attention.
+        output: weights of the output layer.
+        attended: multiplications of a row with each key and value, over all heads.
+        total: all trained weights.
+        num_layers: layers of a head that has one for each step; else 1.
+        plain: weights of all further layers.
+        num_plain: number of further layers.
+    """
 
     fuse: int
     before: int
-    behind: int
+    after: int
     output: int
     attended: int
-    inner: int
     total: int
     num_layers: int
     plain: int
@@ -33,56 +41,70 @@ class HeadSizes(NamedTuple):
 
 
 def num_weights(target: TargetConfig) -> tuple[int, int]:
-    """Matmul weights of the decoder layers that one token meets, and all matrices of the target."""
+    """Weights of a target.
+
+    Returns:
+        Weights of the decoder layers that one token is multiplied with, and those of all matrices.
+    """
     if isinstance(target, BridgedConfig):
         return target.active_weights, target.all_weights
     with torch.device("meta"):
         model = LlamaModel(target)
-    met = sum(_met(parameter, target) for parameter in model.layers.parameters())
-    return met, sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
+    active = sum(_active_weights(parameter, target) for parameter in model.layers.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
+    return active, total
 
 
 def head_sizes(config: HeadArchitecture) -> HeadSizes:
-    """Count a head."""
+    """Count the weights of a head."""
     with torch.device("meta"):
         head = kind_of(config).head_class(config)
     layer = config.layer
-    layers: list[nn.Module] = [*head.blocks[:1], *head.plain]
-    block, plain = layers[0], layers[1:]
-    met = {
-        name: _met(parameter, layer)
-        for name, parameter in block.named_parameters()
-        if not name.startswith("embed_tokens.")  # its rows are looked up
-    }
-    behind = sum(count for name, count in met.items() if name.startswith(("mlp.", "self_attn.o_proj")))
-    moe = layer.moe
-    inner = layer.intermediate_size
-    if moe is not None:
-        inner = moe.num_experts_per_token * moe.intermediate_size + moe.shared_intermediate_size
+    layers: list[nn.Module] = [*head.blocks[:1], *head.extra_layers]
+
+    # The first layer. The rows of an embedding are looked up, not multiplied.
+    counts: dict[str, int] = {}
+    for name, parameter in layers[0].named_parameters():
+        if not name.startswith("embed_tokens."):
+            counts[name] = _active_weights(parameter, layer)
+    after = sum(count for name, count in counts.items() if name.startswith(("mlp.", "self_attn.o_proj")))
+
+    # Further layers.
+    plain = 0
+    for each in layers[1:]:
+        plain += sum(_active_weights(parameter, layer) for parameter in each.parameters())
+
+    # The fusion, unless it is a part of the first layer.
+    fuse = 0
+    for name, parameter in head.named_parameters():
+        if name.startswith("fc.") and name not in counts:
+            fuse += parameter.numel()
+
     return HeadSizes(
-        fuse=sum(
-            p.numel() for name, p in head.named_parameters() if name.startswith("fc.") and name not in met
-        ),
-        before=sum(met.values()) - behind,
-        behind=behind,
+        fuse=fuse,
+        before=sum(counts.values()) - after,
+        after=after,
         output=config.draft_vocab_size * config.hidden_size,
         attended=attended(layer),
-        inner=inner,
         total=sum(parameter.numel() for parameter in head.parameters()),
         num_layers=max(1, len(head.blocks)),
-        plain=sum(_met(parameter, layer) for each in plain for parameter in each.parameters()),
-        num_plain=len(plain),
+        plain=plain,
+        num_plain=len(layers) - 1,
     )
 
 
 def attended(config: DecoderConfig) -> int:
-    """Products of a query with one key and of its probability with the value, over all heads."""
-    value = config.mla.v_head_dim if config.mla else config.head_dim
-    return config.num_heads * (config.head_dim + value)
+    """Multiplications of a query with one key and of its probability with the value, over all heads."""
+    value_size = config.mla.v_head_dim if config.mla else config.head_dim
+    return config.num_heads * (config.head_dim + value_size)
 
 
-def _met(parameter: torch.Tensor, config: DecoderConfig) -> int:
-    """Weights of a matrix, of a depthwise convolution, or of the K of E in a stack, that a token meets."""
+def _active_weights(parameter: torch.Tensor, config: DecoderConfig) -> int:
+    """Weights of ``parameter`` that one token is multiplied with.
+
+    All weights of a matrix or of a depthwise convolution; of a stack of E experts those of K; none of a
+    vector.
+    """
     if parameter.ndim == 3 and parameter.shape[1] > 1:
         assert config.moe is not None
         return parameter.numel() * config.moe.num_experts_per_token // config.moe.num_experts

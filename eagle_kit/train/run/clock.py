@@ -1,24 +1,28 @@
 """Time of an optimiser step by part: data, capture, forward, backward, communication, optimizer.
 
-A lap is the time since the last one. On CUDA laps are events on the current stream, so that nothing waits
-while the step runs; they are read when its row is written.
+A lap is the time since the lap before. On CUDA, laps are events on the current stream, so that the host does
+not wait during the step; they are read when its row is written.
 """
 
 import time
+from itertools import pairwise
 
 import torch
 
 LAPS = ("data", "capture", "forward", "backward", "communication", "optimizer")
-"""``data`` lays the rows out; ``capture`` runs the target or waits for its stored states; ``forward`` holds
-the loss with the gradient of the output layer, which is made while logits exist; ``communication`` is the
-waiting for other processes too."""
+"""Parts of a step.
+
+``data`` makes the micro-batches. ``capture`` runs the target or reads its stored hidden states. ``forward``
+includes the loss and the gradient of the output layer, which is computed while the logits exist.
+``communication`` includes the time of waiting for other processes.
+"""
 
 
 class StepClock:
-    """Seconds of a step by lap. Starts when it is made.
+    """Seconds of a step by part. The first lap starts with the constructor.
 
     Args:
-        device: whose time is measured.
+        device: device whose time is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +34,7 @@ class StepClock:
             self.lap(LAPS[0])
 
     def lap(self, name: str) -> None:
-        """Give the time since the last lap to ``name``, one of :data:`LAPS`."""
+        """Add the time since the last lap to ``name``, one of :data:`LAPS`."""
         if self._on_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -41,10 +45,11 @@ class StepClock:
         self._last = now
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of every lap so far. On CUDA waits for the last one."""
+        """Seconds by part so far. On CUDA it waits for the last event."""
         if self._events:
-            self._events[-1][1].synchronize()
-            for (_, before), (name, after) in zip(self._events, self._events[1:], strict=False):
+            last = self._events[-1][1]
+            last.synchronize()
+            for (_, before), (name, after) in pairwise(self._events):
                 self._seconds[name] += before.elapsed_time(after) / 1000
             self._events = self._events[-1:]
         return dict(self._seconds)

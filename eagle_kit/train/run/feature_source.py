@@ -74,9 +74,9 @@ class FeatureSource:
         started = time.perf_counter()
         features = self.source.states(micro_batch, self.layer_ids)
         if self.store is not None:
-            encoded = self.store.add(micro_batch.numbers, micro_batch.lengths, features._asdict())
+            encoded = self.store.add(micro_batch.numbers, micro_batch.lengths, features.to_stored())
             if not self.store.is_exact:
-                features = TargetFeatures(**self.store.decode(encoded, micro_batch.ids.device))
+                features = TargetFeatures.from_stored(self.store.decode(encoded, micro_batch.ids.device))
         self.capture_s += time.perf_counter() - started
         return features
 
@@ -106,4 +106,4 @@ class FeatureSource:
         self.wait_s += time.perf_counter() - started
         if found is None:
             return None
-        return TargetFeatures(**found)
+        return TargetFeatures.from_stored(found)

@@ -1,11 +1,11 @@
 """Run folder: its files, when it may be used, and the settings that a resumed run may change.
 
-run.yaml        the resolved config, versions, commands
+run.yaml        resolved config, versions, commands
 metrics.jsonl   one row per optimiser step
-judge.jsonl     one row per judgement
-step-N/         a servable draft, and trainer/ with what resume needs
-best/           the servable draft with the longest decoded accept length
-.lock           while a trainer writes here
+judge.jsonl     one row per validation
+step-N/         a checkpoint: a draft that can be served, and the state of training in trainer/
+best/           the draft with the longest decoded accept length; it can be served
+.lock           exists while a trainer writes here
 """
 
 import re
@@ -46,15 +46,16 @@ FREE_TO_CHANGE = (
     "judge",
     "tracking",
 )
-"""Settings, or whole sections, that a resumed run may change; for the judge's see :func:`measure`. Other rows
-than those that were learned from are refused all the same."""
+"""Settings, or whole sections, that a resumed run may change. After the first validation, three settings of
+``judge`` are fixed, see :func:`measure`. Other packed sequences are refused whatever the settings are."""
 LOCK = ".lock"
 HALF_BEGUN = ".run.yaml.*.partial"
+"""Pattern of a ``run.yaml`` whose writing was interrupted."""
 ANOTHER_RUN = "Restore it, or start a new run with output_dir=FOLDER."
 
 
 class RunFolder:
-    """One run's folder. Nothing that stays is created before :meth:`start` or :meth:`resume`."""
+    """The folder of a run. No file of it is written before :meth:`start` or :meth:`resume`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -63,7 +64,11 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Context of the only trainer here. Raises UserError for a second one, or a read-only folder."""
+        """Context in which this process is the only trainer that uses the folder.
+
+        Raises:
+            UserError: another trainer uses it, or it cannot be written.
+        """
         check_writable(
             self.path, "Give yourself the right to write there, or set another one with output_dir=FOLDER."
         )
@@ -72,11 +77,11 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """True when a run was begun here; one that was killed early has no checkpoint yet."""
+        """True if a run was started here; one that was killed early has no checkpoint yet."""
         return (self.path / "run.yaml").exists()
 
     def check_unused(self) -> None:
-        """Raise UserError when the folder holds something already."""
+        """Raise UserError if the folder holds other files."""
         if self._is_used():
             raise UserError(
                 f"The output folder {self.path} exists and is not empty.",
@@ -84,7 +89,8 @@ class RunFolder:
             )
 
     def check_resumable(self, config: TrainConfig) -> None:
-        """Raise UserError unless the folder holds a run of this config, or can take one that begins."""
+        """Raise UserError unless the folder holds a run of this config, or is free for a new one."""
+        # No run: it starts from step 0, in an empty folder.
         if not self.has_run:
             if self._is_used():
                 raise UserError(
@@ -92,12 +98,22 @@ class RunFolder:
                     "Set output_dir to the run's folder, or to a new one.",
                 )
             return
-        before, now = _with_defaults(self._read()["config"]), config.model_dump(mode="json")
-        changed = differences(before, now)
-        changed = {key: pair for key, pair in changed.items() if pair != (FORMER_DEFAULTS.get(key), None)}
+
+        # Settings that differ. A former default is null now and means the same.
+        before = _with_defaults(self._read()["config"])
+        now = config.model_dump(mode="json")
+        changed = {}
+        for key, pair in differences(before, now).items():
+            if pair != (FORMER_DEFAULTS.get(key), None):
+                changed[key] = pair
+
+        # Accept lengths must stay comparable with those that are there.
         if self.judgements.rows():
-            old, new = measure(flatten(before)), measure(flatten(now))
-            changed |= {key: (old[key], new[key]) for key in old if old[key] != new[key]}
+            old = measure(flatten(before))
+            new = measure(flatten(now))
+            for key in old:
+                if old[key] != new[key]:
+                    changed[key] = (old[key], new[key])
         if changed:
             raise UserError(
                 f"The run in {self.path} cannot be resumed with other settings: {list_changes(changed)}.",
@@ -105,7 +121,7 @@ class RunFolder:
             )
 
     def start(self, config: TrainConfig, command: str) -> None:
-        """Create the folder and write ``run.yaml``. Raises UserError when that is impossible."""
+        """Create the folder and write ``run.yaml``. Raises UserError if it cannot be written."""
         run = {"command": command, "versions": describe_versions(), "config": config.model_dump(mode="json")}
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -113,16 +129,19 @@ class RunFolder:
             self._write(run)
 
     def discard(self) -> None:
-        """Take a :meth:`start` back: the run could not begin."""
+        """Remove the folder after :meth:`start`, because the run could not begin."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def resume(self, config: TrainConfig, command: str, step: int) -> None:
-        """Note the resumed run in ``run.yaml``, drop rows after ``step`` and whatever is half-written."""
+        """Add the session to ``run.yaml``, and remove rows after ``step`` and half-written files.
+
+        Raises:
+            UserError: ``run.yaml`` cannot be read, or the folder cannot be written.
+        """
         run = self._read()
         run["config"] = config.model_dump(mode="json")
-        run.setdefault("resumed", []).append(
-            {"step": step, "command": command, "versions": describe_versions()}
-        )
+        session = {"step": step, "command": command, "versions": describe_versions()}
+        run.setdefault("resumed", []).append(session)
         with self._writing():
             self._tidy()
             self._write(run)
@@ -141,10 +160,11 @@ class RunFolder:
     def rotate(self, keep: int) -> None:
         """Delete all but the last ``keep`` checkpoints."""
         for _, folder in self.checkpoints()[:-keep]:
-            going = folder.with_name(f".{folder.name}.partial.old")  # killed meanwhile, it is half a one
-            shutil.rmtree(going, ignore_errors=True)
-            folder.rename(going)
-            shutil.rmtree(going)
+            # Renamed first, so that an interrupted deletion leaves no incomplete checkpoint.
+            renamed = folder.with_name(f".{folder.name}.partial.old")
+            shutil.rmtree(renamed, ignore_errors=True)
+            folder.rename(renamed)
+            shutil.rmtree(renamed)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -158,10 +178,11 @@ class RunFolder:
             ) from error
 
     def _tidy(self) -> None:
-        """Remove what is half-written; put back a ``best/`` that was set aside for a new one."""
+        """Remove half-written files, and restore a ``best/`` that was renamed to make room for a new one."""
+        best = self.path / "best"
         for old in self.path.glob(".best.*.old"):
-            if not (self.path / "best").exists():
-                old.rename(self.path / "best")
+            if not best.exists():
+                old.rename(best)
         for pattern in (".best.*", ".step-*.partial*", "..step-*.partial"):
             for leftover in self.path.glob(pattern):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -169,12 +190,13 @@ class RunFolder:
             leftover.unlink()
 
     def _is_used(self) -> bool:
-        """True when there is more than a run leaves that was killed before it wrote ``run.yaml``."""
+        """True if the folder has other files than those of a run that was killed before ``run.yaml``."""
         if not self.path.is_dir():
             return self.path.exists()
-        return any(not (path.name == LOCK or path.match(HALF_BEGUN)) for path in self.path.iterdir())
+        return any(path.name != LOCK and not path.match(HALF_BEGUN) for path in self.path.iterdir())
 
     def _read(self) -> dict[str, Any]:
+        """Contents of ``run.yaml``. Raises UserError if it cannot be read."""
         path = self.path / "run.yaml"
         try:
             run = read_mapping(path)
@@ -185,25 +207,34 @@ class RunFolder:
         return run
 
     def _write(self, run: dict[str, Any]) -> None:
+        """Write ``run.yaml``."""
         write_text_atomically(self.path / "run.yaml", dump_mapping(run))
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``."""
+    """Flatten nested settings: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings of nested configs that differ, without those that a run may change, as (old, new)."""
-    old, new = flatten(before), flatten(now)
-    return {
-        key: (old.get(key), new.get(key))
-        for key in sorted(old | new)
-        if old.get(key) != new.get(key) and not _is_free(key)
-    }
+    """Settings of two nested configs that differ, as (old, new) by flattened key.
+
+    Settings of :data:`FREE_TO_CHANGE` are left out.
+    """
+    old = flatten(before)
+    new = flatten(now)
+    changed = {}
+    for key in sorted(old | new):
+        pair = (old.get(key), new.get(key))
+        if pair[0] != pair[1] and not _is_free(key):
+            changed[key] = pair
+    return changed
 
 
 def list_changes(changed: dict[str, tuple[Any, Any]]) -> str:
@@ -212,36 +243,47 @@ def list_changes(changed: dict[str, tuple[Any, Any]]) -> str:
 
 
 def measure(flat: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the judge, of a flattened config, that must be equal for accept lengths to compare."""
-    shapes = flat.get("judge.shapes")
+    """Settings of validation that decide accept lengths; only runs with equal ones can be compared.
+
+    Args:
+        flat: flattened config.
+    """
+    first_shape = flat.get("judge.shapes")
+    if isinstance(first_shape, list) and first_shape:
+        first_shape = first_shape[0]
     return {
-        "the first of judge.shapes": shapes[0] if isinstance(shapes, list) and shapes else shapes,
+        "the first of judge.shapes": first_shape,
         "judge.prompts": flat.get("judge.prompts"),
         "judge.max_tokens": flat.get("judge.max_tokens"),
     }
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """A config as it was written, with settings that did not exist then: runs go on as they began."""
+    """Add the defaults of settings that did not exist when ``config`` was written.
+
+    Returns:
+        The config; unchanged if this version does not read it.
+    """
     try:
         return TrainConfig.model_validate(_of_one_kind(config)).model_dump(mode="json")
-    except (ValidationError, UserError):  # of a version whose settings were others: compared as it is
+    except (ValidationError, UserError):
         return config
 
 
 def _of_one_kind(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without keys of other kinds of heads than its own, which runs once wrote at their defaults."""
+    """Remove the keys of other kinds of heads, which earlier runs wrote with their defaults."""
     head = config.get("head")
     training = config.get("training")
     if not isinstance(head, dict) or not isinstance(training, dict) or head.get("kind") not in HEADS:
         return config
     schema = HEADS[head["kind"]]
-    return {
-        **config,
-        "head": {key: head[key] for key in head if key in schema.model_fields},
-        "training": {key: training[key] for key in training if key in schema.training_schema.model_fields},
-    }
+    training_fields = schema.training_schema.model_fields
+    own = dict(config)
+    own["head"] = {key: value for key, value in head.items() if key in schema.model_fields}
+    own["training"] = {key: value for key, value in training.items() if key in training_fields}
+    return own
 
 
 def _is_free(key: str) -> bool:
+    """True if a resumed run may change the setting ``key``."""
     return any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)

@@ -7,24 +7,32 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FINISH_STEP = "this step is finished and saved first"
 
 
 class Interrupt:
     """Context manager that turns the first SIGINT or SIGTERM into a flag; the second one interrupts at once.
 
+    Outside of the main thread, signals are not changed.
+
+    Args:
+        announce: print a line when the first signal arrives.
+
     Attributes:
-        requested: a signal has arrived.
+        promise: what that line says is done before the process ends; may be changed as the work goes on.
+        requested: True if a signal has arrived.
     """
 
-    def __init__(self, announce: bool = True, promise: str = "this step is finished and saved first") -> None:
-        self._promise = promise
+    def __init__(self, announce: bool = True, promise: str = FINISH_STEP) -> None:
+        self.promise = promise
         self.requested = False
         self._announce = announce
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            for number in SIGNALS:
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -33,15 +41,14 @@ class Interrupt:
         self._restore()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Set the flag. The next signal has the handler from before."""
         self.requested = True
         self._restore()
         if self._announce:
-            print(
-                f"\nStopping: {self._promise}; press Ctrl-C again to drop it.",
-                file=sys.stderr,
-            )
+            print(f"\nStopping: {self.promise}; press Ctrl-C again to drop it.", file=sys.stderr)
 
     def _restore(self) -> None:
+        """Restore the handlers from before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

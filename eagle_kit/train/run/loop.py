@@ -47,7 +47,7 @@ from eagle_kit.train.run.describe import (
     summary,
 )
 from eagle_kit.train.run.folder import RunFolder, flatten
-from eagle_kit.train.run.interrupt import Interrupt
+from eagle_kit.train.run.interrupt import FINISH_STEP, Interrupt
 from eagle_kit.train.run.judge import Judge, Judgement, choose_prompts
 from eagle_kit.train.run.new_head import check_steps, head_architecture, new_head
 from eagle_kit.train.run.progress import ProgressLine
@@ -69,6 +69,8 @@ NEED_LESS = (
     "training.gradient_accumulation, so that a forward has one row; a saved run goes on with --resume."
 )
 """Remedy if an optimiser step does not fit into the memory of a GPU."""
+FINISH_VALIDATION = "the validation of this step is finished and the step is saved first"
+"""What a signal during a validation is answered with."""
 
 
 class Ending(Enum):
@@ -312,11 +314,15 @@ class Trainer:
                 # One optimiser step.
                 self._record(self.stepper.step(state), line)
 
-                # Validate.
+                # Validate, which may take minutes: a signal before or during it is answered accordingly.
                 is_last = state.step == total
                 if judge_every and (is_last or state.step % judge_every == 0):
+                    if interrupt.requested:
+                        line.say(f"The validation that is due after step {state.step} runs first.")
+                    interrupt.promise = FINISH_VALIDATION
                     with self._servable():
                         out_of_patience = self._validate(line)
+                    interrupt.promise = FINISH_STEP
                     if out_of_patience:
                         patience = self.config.judge.patience
                         message = f"No better accept length in {patience} judgements; stopped."

@@ -9,13 +9,13 @@ from eagle_kit.core.files import parse_json, write_text_atomically, writing_reme
 
 
 class JsonLines:
-    """An append-only file of rows that carry ``step``."""
+    """A file of rows, each with the key ``step``, to which rows are appended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def rows(self) -> list[dict[str, Any]]:
-        """All complete rows up to the first damaged one; a crash cuts off the last."""
+        """All rows up to the first damaged one. A crash may damage the last row."""
         if not self.path.exists():
             return []
         rows = []
@@ -30,12 +30,12 @@ class JsonLines:
         return rows
 
     def truncate(self, step: int) -> None:
-        """Drop rows after ``step``, so that a resumed run writes each step once."""
-        rows = [row for row in self.rows() if row["step"] <= step]
-        write_text_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        """Remove the rows after ``step``, so that a resumed run writes each step once."""
+        lines = [f"{json.dumps(row)}\n" for row in self.rows() if row["step"] <= step]
+        write_text_atomically(self.path, "".join(lines))
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one row and hand it to the operating system at once. Raises UserError when it refuses it."""
+        """Append a row without buffering. Raises UserError if it cannot be written."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

@@ -1,6 +1,6 @@
-"""Data order of training: the packed rows of an optimiser step, a pure function of seed and step number.
+"""Data order of training: the packed sequences of an optimiser step, a pure function of seed and step number.
 
-A slot is one place of a step for a packed row. Step ``s`` has the slots from ``s * sequences_per_step``.
+A slot is one place of a step for a packed sequence. Step ``s`` has the slots from ``s * sequences_per_step``.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Part:
-    """Packed rows that are drawn together: one source of a mixture, or all rows without a mixture.
+class DataPart:
+    """Packed sequences that are drawn together: one source of a mixture, or all rows without a mixture.
 
     Attributes:
         first: number of the first row.
@@ -41,16 +41,16 @@ class Part:
     name: str = ""
 
 
-def parts_of(settings: DataConfig, data: PreparedData) -> list[Part]:
+def parts_of(settings: DataConfig, data: PreparedData) -> list[DataPart]:
     """Parts of ``data`` with the weights of ``data.mix``; one part without a mixture.
 
     The weights of ``data.mix`` are shares of tokens, so a part with shorter rows is drawn more often.
 
     Raises:
-        UserError: ``data.mix`` has another number of sources than the packed rows.
+        UserError: ``data.mix`` has another number of sources than the packed sequences.
     """
     if not settings.mix:
-        return [Part(0, len(data))]
+        return [DataPart(0, len(data))]
     if len(settings.mix) != len(data.parts):
         raise UserError(
             f"data.mix has {len(settings.mix)} sources, and the rows were packed of {len(data.parts)}.",
@@ -62,7 +62,7 @@ def parts_of(settings: DataConfig, data: PreparedData) -> list[Part]:
         max_rows = None
         if source.max_repeats is not None:
             max_rows = int(source.max_repeats * packed.num_rows)
-        part = Part(
+        part = DataPart(
             first=packed.first,
             num_rows=packed.num_rows,
             weight=source.weight * packed.num_rows / packed.num_tokens,
@@ -75,7 +75,7 @@ def parts_of(settings: DataConfig, data: PreparedData) -> list[Part]:
 
 
 class DataOrder:
-    """Seeded order of the packed rows.
+    """Seeded order of the packed sequences.
 
     A part is drawn for every slot of the run, and the slot takes the next row of that part. The rows of a
     part come in a new permutation on each pass over it. The order does not depend on the number of processes,
@@ -91,7 +91,7 @@ class DataOrder:
         UserError: every part that may be drawn has reached its ``max_rows`` before the end.
     """
 
-    def __init__(self, parts: Sequence[Part], sequences_per_step: int, seed: int, num_steps: int) -> None:
+    def __init__(self, parts: Sequence[DataPart], sequences_per_step: int, seed: int, num_steps: int) -> None:
         self.parts = list(parts)
         self.sequences_per_step = sequences_per_step
         self.seed = seed

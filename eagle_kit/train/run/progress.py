@@ -11,12 +11,11 @@ from tqdm import tqdm
 from eagle_kit.train.run.step import StepResult
 
 SHOWN_GROUPS = 4
-"""Groups of documents whose accept lengths the line has room for; the report has all."""
+"""Maximum number of groups of documents whose accept lengths the line shows; the report has all."""
 
 
 class MovingAverage:
-    """Exponential moving average over about twenty values, without bias towards the first: the weights of the
-    values add up to 1 from the first on.
+    """Exponential moving average over about twenty values, without bias towards zero.
 
     Attributes:
         mean: the average; NaN before the first value.
@@ -30,29 +29,32 @@ class MovingAverage:
         self.mean = math.nan
 
     def add(self, value: float) -> None:
-        """Take a further value."""
+        """Add a value."""
         self._sum = self.DECAY * self._sum + (1.0 - self.DECAY) * value
         self._weight = self.DECAY * self._weight + (1.0 - self.DECAY)
         self.mean = self._sum / self._weight
 
 
 class ProgressLine:
-    """A progress bar over optimiser steps with loss, match, simulated accept length (of all rows, and of the
-    first groups of documents), tokens/s and time left.
+    """A progress bar over optimiser steps.
 
-    On a terminal the line is redrawn; in a log file it is written at most every half minute.
+    It shows loss, matches, simulated accept length (of all rows, and of the first groups of documents),
+    tokens per second and the time that is left. A terminal redraws it; a log file gets it at most every 30
+    seconds.
 
     Args:
-        total: step the run stops at.
+        total: step at which the session stops.
         done: steps finished before this session.
-        stop_after_s: seconds this session may last, when bounded.
-        enabled: False draws nothing (the other processes of a run).
+        stop_after_s: maximum duration of this session in seconds; None is unbounded.
+        enabled: False prints nothing, in all processes but the main one.
     """
 
     def __init__(
         self, total: int, done: int, stop_after_s: float | None = None, *, enabled: bool = True
     ) -> None:
-        self._total, self._first, self._stop_after_s = total, done, stop_after_s
+        self._total = total
+        self._first = done
+        self._stop_after_s = stop_after_s
         self._started = time.perf_counter()
         self._loss = MovingAverage()
         self._lengths: defaultdict[str, MovingAverage] = defaultdict(MovingAverage)
@@ -75,18 +77,23 @@ class ProgressLine:
         self._bar.close()
 
     def update(self, step: int, result: StepResult) -> None:
-        """Show the figures of a finished step; the loss, and accept lengths of groups, which a step may have
-        few rows of, are averages of about the last twenty steps."""
+        """Show the figures of a finished step."""
+        # Averages over the last steps: a group may have few rows in one.
         if math.isfinite(result.loss):
             self._loss.add(result.loss)
         for name, length in result.simulated_of.items():
             self._lengths[name].add(length)
-        shown = list(self._lengths.items())[:SHOWN_GROUPS]
-        of = f" ({', '.join(f'{name} {length.mean:.2f}' for name, length in shown)})" if shown else ""
+
+        # The line.
         shares = " ".join(f"{100 * share:.0f}" for share in result.match_per_step)
+        accept = f"{result.simulated_accept_length:.2f}"
+        shown = list(self._lengths.items())[:SHOWN_GROUPS]
+        if shown:
+            by_group = ", ".join(f"{name} {length.mean:.2f}" for name, length in shown)
+            accept += f" ({by_group})"
         left = format_seconds(self._seconds_left(step))
         self._bar.set_postfix_str(
-            f"loss {self._loss.mean:.3f} match {shares} % accept {result.simulated_accept_length:.2f}{of} "
+            f"loss {self._loss.mean:.3f} match {shares} % accept {accept} "
             f"{result.tokens_per_s:.0f} tok/s left {left}",
             refresh=False,
         )
@@ -98,13 +105,17 @@ class ProgressLine:
             tqdm.write(text, file=sys.stderr)
 
     def _seconds_left(self, step: int) -> float:
+        """Seconds until the last step, at the mean speed of this session, or until its time limit."""
         spent = time.perf_counter() - self._started
-        left = spent / max(1, step - self._first) * max(0, self._total - step)
-        return left if self._stop_after_s is None else min(left, max(0.0, self._stop_after_s - spent))
+        per_step = spent / max(1, step - self._first)
+        left = per_step * max(0, self._total - step)
+        if self._stop_after_s is None:
+            return left
+        return min(left, max(0.0, self._stop_after_s - spent))
 
 
 def format_seconds(seconds: float) -> str:
-    """``3725`` -> ``"1h02m"``, ``75`` -> ``"1m15s"``."""
+    """Format a duration: ``3725`` as ``"1h02m"``, ``75`` as ``"1m15s"``."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,5 +1,6 @@
 """`report.html` of a run, with its curves as PNG; and several runs in one picture and one table."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,17 +14,18 @@ from eagle_kit.train.run.curves import RunCurves, draw_comparison, draw_run
 from eagle_kit.train.run.progress import format_seconds
 
 LAST_JUDGEMENTS = 10
+"""Validations in the table of the report."""
 
 
-class Comparison(NamedTuple):
-    """Several runs beside each other.
+class RunComparison(NamedTuple):
+    """Comparison of several runs.
 
     Attributes:
-        rows: one dictionary a label: ``label``, ``runs``, ``steps``, ``tokens``, ``seconds``; ``best`` and
-            ``last``, decoded accept lengths, means over the runs; ``spread``, the standard deviation of
-            ``best`` over the runs, None for one; ``gain``, ``best`` against the first label's, less one;
-            ``best_of``, ``best`` of every run.
-        table: the rows.
+        rows: a dictionary for each label, with means over its runs: ``label``, ``runs``, ``steps``,
+            ``tokens``, ``seconds``; ``best`` and ``last``, the decoded accept lengths; ``spread``, the
+            standard deviation of ``best`` over the runs, None for one run; ``gain``, ``best`` divided by that
+            of the first label, minus 1; ``best_of``, the list of ``best`` of every run.
+        table: the rows as text.
         png: path of the picture.
         page: path of the page with both.
     """
@@ -35,56 +37,70 @@ class Comparison(NamedTuple):
 
 
 def write_report(run: str | Path, folder: str | Path | None = None) -> Path:
-    """Write ``report.html`` and ``curves/*.png`` of one run into its own folder, or into ``folder``.
+    """Write ``report.html`` and ``curves/*.png`` of one run.
+
+    Args:
+        run: run folder.
+        folder: folder of the report; None is the run folder.
+
+    Returns:
+        Path of the page.
 
     Raises:
-        UserError: there is no run, no matplotlib, or the folder cannot be written to.
+        UserError: there is no run, no matplotlib, or the folder cannot be written.
     """
     require_matplotlib()
     curves = RunCurves.read(run)
-    target = curves.path if folder is None else Path(folder)
     pictures = [Picture(f"curves/{name}.png", png) for name, png in draw_run(curves).items()]
-    return write_page(
-        target, curves.name, [_facts(curves), *_by_group(curves), _judgements(curves), *pictures]
-    )
+    parts: list[Table | Picture | str] = [_facts(curves), *_by_group(curves), _judgements(curves), *pictures]
+    target = curves.path if folder is None else Path(folder)
+    return write_page(target, curves.name, parts)
 
 
 def compare_runs(
     groups: Mapping[str, Sequence[str | Path]], folder: str | Path, shape: str | None = None
-) -> Comparison:
-    """Draw runs into one picture and put their figures into one table.
+) -> RunComparison:
+    """Draw runs into one picture and list their figures in one table.
 
     Args:
-        groups: run folders by label; several folders of one label are repetitions with other seeds. The first
-            label is what the others are measured against.
-        folder: of ``report.html`` and ``compare.png``; made when missing.
-        shape: whose accept length is compared; None is the one that chose ``best/`` in the first run.
+        groups: run folders by label. Several folders of one label are repetitions with other seeds. The
+            others are compared with the first label.
+        folder: folder of ``report.html`` and ``compare.png``; created if it does not exist.
+        shape: shape whose accept length is compared; None is the one that chose ``best/`` in the first run.
 
     Raises:
-        UserError: a folder is no run, was not judged in that shape, or cannot be written to; no matplotlib.
+        UserError: a folder has no run, a run was not validated in the shape, ``folder`` cannot be written, or
+            there is no matplotlib.
     """
     require_matplotlib()
-    read = {label: [RunCurves.read(path) for path in paths] for label, paths in groups.items()}
-    first = next(iter(read.values()))[0]
+    runs_of = {label: [RunCurves.read(path) for path in paths] for label, paths in groups.items()}
+
+    # The shape. All runs must have it.
     if shape is None:
+        first = next(iter(runs_of.values()))[0]
         if not first.shapes:
             raise UserError(f"The run {first.path} was not judged.", "Train it with judge.every above 0.")
         shape = first.shapes[0]
-    for run in (run for runs in read.values() for run in runs):
-        if shape not in run.shapes:
-            raise UserError(
-                f"The run {run.path} was not judged in the shape {shape}.",
-                f"Choose one that all have; it has {', '.join(run.shapes) or 'none'}.",
-            )
-    rows = [_compared(label, runs, shape) for label, runs in read.items()]
+    for runs in runs_of.values():
+        for run in runs:
+            if shape not in run.shapes:
+                raise UserError(
+                    f"The run {run.path} was not judged in the shape {shape}.",
+                    f"Choose one that all have; it has {', '.join(run.shapes) or 'none'}.",
+                )
+
+    # Table and picture.
+    rows = [_compared(label, runs, shape) for label, runs in runs_of.items()]
     for row in rows:
         row["gain"] = row["best"] / rows[0]["best"] - 1
-    table, picture = _table(rows, shape), Picture("compare.png", draw_comparison(read, shape))
+    table = _table(rows, shape)
+    picture = Picture("compare.png", draw_comparison(runs_of, shape))
     page = write_page(Path(folder), "Runs compared", [table, picture])
-    return Comparison(rows, table, page.with_name(picture.path), page)
+    return RunComparison(rows, table, page.with_name(picture.path), page)
 
 
 def _compared(label: str, runs: Sequence[RunCurves], shape: str) -> dict[str, Any]:
+    """Row of a label in :attr:`RunComparison.rows`, without ``gain``."""
     best = [run.best(shape)[1] for run in runs]
     return {
         "label": label,
@@ -100,17 +116,28 @@ def _compared(label: str, runs: Sequence[RunCurves], shape: str) -> dict[str, An
 
 
 def _table(rows: Sequence[dict[str, Any]], shape: str) -> Table:
+    """Table of :attr:`RunComparison.rows`."""
     head = ["run", f"best accept length, {shape}", "against the first", "last", "steps", "M tokens", "time"]
     lines = []
     for row in rows:
-        spread = "" if row["spread"] is None else f" ± {row['spread']:.3f} of {row['runs']}"
-        best, gain, last = f"{row['best']:.3f}{spread}", f"{row['gain']:+.1%}", f"{row['last']:.3f}"
-        steps, tokens = f"{row['steps']:.0f}", f"{row['tokens'] / 1e6:.2f}"
-        lines.append([row["label"], best, gain, last, steps, tokens, format_seconds(row["seconds"])])
+        best = f"{row['best']:.3f}"
+        if row["spread"] is not None:
+            best += f" ± {row['spread']:.3f} of {row['runs']}"
+        line = [
+            row["label"],
+            best,
+            f"{row['gain']:+.1%}",
+            f"{row['last']:.3f}",
+            f"{row['steps']:.0f}",
+            f"{row['tokens'] / 1e6:.2f}",
+            format_seconds(row["seconds"]),
+        ]
+        lines.append(line)
     return Table(head, lines)
 
 
 def _facts(run: RunCurves) -> Table:
+    """Table of the figures of a run."""
     last = run.metrics[-1]
     losses = [row["loss"] for row in run.metrics if row["loss"] is not None]
     facts = {
@@ -130,43 +157,66 @@ def _facts(run: RunCurves) -> Table:
 
 
 def _by_group(run: RunCurves) -> list[Table]:
-    """Accept length by source and category, where there are several: in training, and decoded."""
-    trained: dict[str, list[float]] = {}
+    """Table of accept lengths by group of documents, in training and decoded; empty if there is one group."""
+    # In training: simulated accept lengths.
+    simulated: dict[str, list[float]] = {}
     for row in run.metrics:
         for name, length in row.get("simulated_accept_length_of", {}).items():
-            trained.setdefault(name, []).append(length)
+            simulated.setdefault(name, []).append(length)
+
+    # Decoded: of the best validation, and of the last one.
     decoded: dict[str, list[str]] = {}
     rows = [row for row in run.judged if "accept_length_of" in row]
     if rows:
-        best = next((row for row in reversed(rows) if row["best"]), rows[-1])
+        last = rows[-1]
+        best = next((row for row in reversed(rows) if row["best"]), last)
         for name in best["accept_length_of"]:
-            decoded[name] = [f"{row['accept_length_of'][name]:.3f}" for row in (best, rows[-1])]
-    if not trained and not decoded:
+            decoded[name] = [f"{row['accept_length_of'][name]:.3f}" for row in (best, last)]
+
+    # A line for each group.
+    groups = dict.fromkeys((*simulated, *decoded))
+    if not groups:
         return []
     lines = []
-    for name in dict.fromkeys((*trained, *decoded)):
-        seen = trained.get(name, [])
-        first, last = (f"{statistics.fmean(part):.3f}" if part else "" for part in _tenths(seen))
-        lines.append([name, str(len(seen)), first, last, *decoded.get(name, ["", ""])])
-    head = ["documents", "steps with them", "in training, first tenth", "last tenth"]
-    return [Table([*head, "decoded, best judgement", "last judgement"], lines)]
+    for name in groups:
+        lengths = simulated.get(name, [])
+        size = math.ceil(len(lengths) / 10)
+        first_tenth = lengths[:size]
+        last_tenth = lengths[len(lengths) - size :]
+        line = [name, str(len(lengths)), _mean(first_tenth), _mean(last_tenth)]
+        lines.append(line + decoded.get(name, ["", ""]))
+    head = (
+        "documents",
+        "steps with them",
+        "in training, first tenth",
+        "last tenth",
+        "decoded, best judgement",
+        "last judgement",
+    )
+    return [Table(head, lines)]
 
 
-def _tenths(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    size = -(-len(values) // 10)
-    return values[:size], values[len(values) - size :]
+def _mean(lengths: Sequence[float]) -> str:
+    """Mean of accept lengths as text, empty without any."""
+    return f"{statistics.fmean(lengths):.3f}" if lengths else ""
 
 
 def _judgements(run: RunCurves) -> Table | str:
-    """The last judgements, and the best one before them."""
+    """Table of the last validations, and of the best one before them."""
     if not run.judged:
         return "Nothing was judged."
-    shapes, lines = run.shapes, []
-    earlier = [row for row in run.judged[:-LAST_JUDGEMENTS] if row.get("best")][-1:]
-    for row in earlier + run.judged[-LAST_JUDGEMENTS:]:
-        lengths = [f"{row['accept_length'][s]:.3f}" if s in row["accept_length"] else "" for s in shapes]
-        reached = row["acceptance_per_position"].get(shapes[0], [])
-        shares = " ".join(f"{100 * share:.0f}" for share in reached)
-        lines.append([f"{row['step']}{' *' if row.get('best') else ''}", *lengths, shares])
-    reached_title = f"% of verifies with at least 1, 2, ... accepted, {shapes[0]}"
-    return Table(["step (* the best so far)", *shapes, reached_title], lines)
+    shapes = run.shapes
+    best_before = [row for row in run.judged[:-LAST_JUDGEMENTS] if row.get("best")][-1:]
+    lines = []
+    for row in best_before + run.judged[-LAST_JUDGEMENTS:]:
+        # Step, accept length of every shape, and acceptance of the first shape by position.
+        step = f"{row['step']} *" if row.get("best") else str(row["step"])
+        lengths = []
+        for shape in shapes:
+            length = row["accept_length"].get(shape)
+            lengths.append("" if length is None else f"{length:.3f}")
+        shares = row["acceptance_per_position"].get(shapes[0], [])
+        percentages = " ".join(f"{100 * share:.0f}" for share in shares)
+        lines.append([step, *lengths, percentages])
+    shares_title = f"% of verifies with at least 1, 2, ... accepted, {shapes[0]}"
+    return Table(["step (* the best so far)", *shapes, shares_title], lines)

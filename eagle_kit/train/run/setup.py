@@ -23,12 +23,12 @@ from eagle_kit.drafts.registry import training_kind
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.loader import load_target, read_target_config, target_fingerprint
-from eagle_kit.models.loading.places import remember_place
 from eagle_kit.models.loading.source import (
     load_tokenizer,
     resolve_target,
     target_revision,
 )
+from eagle_kit.models.loading.target_folders import remember_folder
 from eagle_kit.models.targets.target import Target
 from eagle_kit.train.parallel.placement import between_whole_ends, check_shared, load_cut, loading_device
 
@@ -83,7 +83,7 @@ def load_components(
         folder = resolve_target(config.target)
         weights = target_fingerprint(folder)
         if accelerator.is_local_main_process:
-            remember_place(weights, folder)
+            remember_folder(weights, folder)
         tokenizer = load_tokenizer(folder)
         set_chat_template(tokenizer, config.data.chat_template)
         data = load_packed_data(

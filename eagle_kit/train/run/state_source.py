@@ -11,60 +11,80 @@ from eagle_kit.objective.target_features import TargetFeatures, capture_features
 
 
 class StateSource(Protocol):
-    """Source of the states of packed rows."""
+    """Source of the target features of packed sequences."""
 
     def states(self, micro_batch: MicroBatch, layer_ids: tuple[int, ...]) -> TargetFeatures:
-        """States of a packed row: the inputs of layers ``layer_ids``, and the last one."""
+        """Target features of the packed sequences of ``micro_batch``, on its device.
+
+        Args:
+            layer_ids: layers whose inputs are captured.
+        """
 
 
 class TargetSource:
-    """The target's own forward."""
+    """Source that runs the target in this process."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
 
     def states(self, micro_batch: MicroBatch, layer_ids: tuple[int, ...]) -> TargetFeatures:
         """See :class:`StateSource`."""
-        ids, starts = micro_batch.ids, micro_batch.doc_start
+        plan = micro_batch.plan
         return capture_features(
-            self._target, ids, starts, layer_ids, micro_batch.plan.teacher_positions, micro_batch.plan.spans
+            self._target,
+            micro_batch.ids,
+            micro_batch.doc_start,
+            layer_ids,
+            plan.teacher_positions,
+            plan.spans,
         )
 
 
 class SharedTarget:
-    """A target that processes share by tensor parallelism. All of them ask for the states of a row at a time,
-    run each one's row together, in the order of their numbers, and keep their own states.
+    """Source that runs a target which processes share by tensor parallelism.
+
+    All processes call :meth:`states` at the same time. Together they run the rows of each process, in the
+    order of the ranks, and each process returns the features of its own rows.
 
     Args:
-        target: this process's part, with the whole embedding and output layer.
+        target: this process's shard, with the whole embedding and output layer.
         ranks: the processes.
     """
 
     def __init__(self, target: Target, ranks: Ranks) -> None:
-        self._target, self._ranks = target, ranks
+        self._target = target
+        self._ranks = ranks
 
     def states(self, micro_batch: MicroBatch, layer_ids: tuple[int, ...]) -> TargetFeatures:
         """See :class:`StateSource`."""
+        # Rows of all processes.
         device = micro_batch.ids.device
         plan = micro_batch.plan
+        gathered = self._ranks.all((micro_batch.ids.cpu(), micro_batch.doc_start.cpu(), plan.spans))
+
+        # Run them one after the other. Nothing is captured of the rows of other processes.
         mine = None
-        given = self._ranks.all((micro_batch.ids.cpu(), micro_batch.doc_start.cpu(), plan.spans))
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        for rank, (ids, starts, spans) in enumerate(given):
-            # The forward of another process's row: no layer is captured for it here.
-            if rank != self._ranks.rank:
-                capture_features(self._target, ids.to(device), starts.to(device), (), nothing, spans)
-                continue
-            mine = capture_features(
-                self._target, ids.to(device), starts.to(device), layer_ids, plan.teacher_positions, spans
-            )
+        no_teachers = torch.empty(0, dtype=torch.int64, device=device)
+        for rank, (ids, starts, spans) in enumerate(gathered):
+            ids = ids.to(device)
+            starts = starts.to(device)
+            if rank == self._ranks.rank:
+                teachers = plan.teacher_positions
+                mine = capture_features(self._target, ids, starts, layer_ids, teachers, spans)
+            else:
+                capture_features(self._target, ids, starts, (), no_teachers, spans)
         assert mine is not None
         return mine
 
 
 def state_source(target: Target, placement: str, cut: Target | None) -> StateSource:
-    """The source of a target in its place (``training.target_placement``), or ``cut`` as the processes share
-    it."""
+    """Source of the target features of a run.
+
+    Args:
+        target: the target of the run.
+        placement: ``training.target_placement``.
+        cut: this process's shard of a target that processes share; used with "tensor-parallel".
+    """
     if placement != "tensor-parallel" or cut is None:
         return TargetSource(target)
     assert cut.ranks is not None

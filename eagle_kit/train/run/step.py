@@ -204,11 +204,11 @@ class Stepper:
             self._drop = RowDrop(training.row_sampling, config.seed, 0)
 
         # Optimiser. The output layer of the target is reduced to the draft vocabulary.
-        draft_rows = self.target.head_weight
+        target_rows = self.target.head_weight
         if head.token_map is not None:
-            draft_rows = draft_rows[head.token_map.to(draft_rows.device)].contiguous()
+            target_rows = target_rows[head.token_map.to(target_rows.device)].contiguous()
         embeds = self.target.embed_tokens.weight.to(device)
-        module = TTTModule(head, embeds, draft_rows.to(device), training, objective)
+        module = TTTModule(head, embeds, target_rows.to(device), training, objective)
         self.strategy = make_strategy(sharding, module, training, accelerator)
         self.ema = None if training.ema_decay is None else Ema(head, training.ema_decay)
 
@@ -404,8 +404,8 @@ class Stepper:
             return features
         num_layers = len(self.head.capture)
         if num_layers:
-            aux = add_noise(features.aux, micro_batch, noise, num_layers, self.seed, step)
-            return features._replace(aux=aux)
+            aux = add_noise(features.aux_hidden_states, micro_batch, noise, num_layers, self.seed, step)
+            return features._replace(aux_hidden_states=aux)
         hidden = add_noise(features.hidden, micro_batch, noise, 1, self.seed, step)
         return features._replace(hidden=hidden)
 

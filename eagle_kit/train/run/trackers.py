@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 
 
 def tracker_options(config: TrainConfig, step: int = 0) -> dict[str, dict[str, Any]]:
-    """Options of each tracker that is asked for, by accelerate's name.
+    """Options of the trackers in the config, by accelerate's name of each.
 
     Args:
-        step: finished steps; tensorboard no longer shows later ones, from before a kill.
+        step: finished steps; tensorboard hides later ones, which an interrupted session wrote.
     """
     options: dict[str, dict[str, Any]] = {}
     if config.tracking.wandb != "off":
         options["wandb"] = config.tracking.wandb_options(config.output_dir)
     if config.tracking.tensorboard:
-        options["tensorboard"] = {"purge_step": step + 1} if step else {}
+        options["tensorboard"] = {}
+        if step:
+            options["tensorboard"]["purge_step"] = step + 1
     return options
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Raise UserError when a tracker, or the report, is asked for and its package is not installed."""
+    """Raise UserError if the package of a tracker, or of the report, is needed and not installed."""
     for name, off, needed in (
         ("wandb", "tracking.wandb=off", config.tracking.wandb != "off"),
         ("tensorboard", "tracking.tensorboard=false", config.tracking.tensorboard),
@@ -44,37 +46,42 @@ def check_trackers(config: TrainConfig) -> None:
 
 
 def draws_report(config: TrainConfig) -> bool:
-    """Return True when ``report.html`` is drawn: as the config says, else where matplotlib is installed."""
-    wanted = config.tracking.report
-    return has_matplotlib() if wanted is None else wanted
+    """True if ``report.html`` is drawn: by ``tracking.report``, or by default if matplotlib is installed."""
+    if config.tracking.report is None:
+        return has_matplotlib()
+    return config.tracking.report
 
 
 def start_trackers(
     accelerator: "Accelerator", config: TrainConfig, settings: dict[str, Any], step: int = 0
 ) -> None:
-    """Open the trackers that are asked for; the run folder must be there.
+    """Start the trackers of the config; the run folder must exist.
 
     Args:
-        settings: the config, flat; tensorboard takes numbers and text only.
+        settings: the flattened config.
         step: finished steps of a resumed run.
 
     Raises:
-        UserError: one does not start.
+        UserError: a tracker does not start.
     """
     options = tracker_options(config, step)
     if not options:
         return
+
+    # tensorboard takes numbers and text only.
     if "tensorboard" in options:
-        plain = (bool, int, float, str)
-        settings = {key: v if isinstance(v, plain) else str(v) for key, v in settings.items()}
+        settings = dict(settings)
+        for key, value in settings.items():
+            if not isinstance(value, bool | int | float | str):
+                settings[key] = str(value)
     try:
         # A resumed session goes on with the run of the first one.
         if "wandb" in options and accelerator.is_main_process:
             options["wandb"]["id"] = run_id(Path(config.output_dir))
             options["wandb"]["resume"] = "allow"
         accelerator.init_trackers(config.tracking.project, config=settings, init_kwargs=options)
-    except Exception as error:  # no login, no network, and whatever its service raises
-        accelerator.trackers = []  # or it would be asked to finish
+    except Exception as error:  # no login, no network, or any error of the service
+        accelerator.trackers = []  # accelerate would finish those that did not start
         reason = first_line(error).rstrip(".")
         names = " or ".join(options)
         remedy = "Run wandb login, or set tracking.wandb to offline or off."

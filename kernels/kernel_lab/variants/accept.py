@@ -21,7 +21,7 @@ def variants() -> list[Variant]:
     found = []
     # Types of the arguments of every kernel, by their names.
     integers = ("nodes", "vocab", "chunks", "steps", "q_nodes", "uniform_stride")
-    longs = ("tokens", "parents", "path", "emitted", "num_accepted", "refused")
+    longs = ("tokens", "parents", "path", "emitted", "num_accepted", "rejected")
     doubles = ("sums", "q_sums", "uniforms", "bonus_uniforms", "scales", "parts", "excess")
     types = {
         **dict.fromkeys(integers, "i32"), **dict.fromkeys(longs, "*i64"), **dict.fromkeys(doubles, "*fp64"),
@@ -56,7 +56,7 @@ def variants() -> list[Variant]:
     # Greedy decoding follows the best tokens; others read bf16 logits, or dense probabilities.
     greedy = {"GREEDY": True, "CHUNK": 1, "CPAD": chunks}
     add("greedy N64", _follow, True, {**greedy, "NPAD": 64}, 1)
-    links = "the loops follow children, a number at a time; rows are read where one is refused"
+    links = "the loops follow children, a token at a time; rows are read where one is rejected"
     for name, dense in (("bf16", False), ("dense", True)):
         options = {**row, "GREEDY": False, "NPAD": 64}
         add(f"target only {name}", _follow, dense, options, _follow_warps(chunk))

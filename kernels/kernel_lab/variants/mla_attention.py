@@ -10,7 +10,7 @@ _INTEGERS = (
     "heads",
     "num_nodes",
     "num_keys",
-    "first_slot",
+    "first_position",
     "scratch_start",
     "scratch_stride",
     "row_stride",
@@ -82,7 +82,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                 **dict.fromkeys(("partial", "lse"), "*fp32"),
                 **dict.fromkeys(("prefix_lens", "kv_lens"), "*i64"),
                 "out": "*bf16",
-                **dict.fromkeys(("num_rows", "num_keys", "first_slot", "splits"), "i32"),
+                **dict.fromkeys(("num_rows", "num_keys", "first_position", "splits"), "i32"),
             },
             {
                 "LATENT": 512,

@@ -82,7 +82,7 @@ def test_a_weight_that_moved_while_graphs_read_its_old_block(engines):
     norm.weight = nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
     assert engines.finish_reasons() == {"error"}, "logits of graphs are NaN"
 
-    engines.runner.graphs = engines.runner.graphs.anew()
+    engines.runner.graphs = engines.runner.graphs.new_empty()
     assert engines.texts() == engines.expected
 
 
@@ -102,5 +102,5 @@ def test_a_weight_in_the_private_pool_of_a_graph_that_was_dropped(engines):
     del derived
     assert engines.finish_reasons() == {"error"}, "logits of graphs are NaN"
 
-    engines.runner.graphs = engines.runner.graphs.anew()
+    engines.runner.graphs = engines.runner.graphs.new_empty()
     assert engines.texts() == engines.expected

@@ -14,7 +14,8 @@ STEPS = 2
 
 
 def loss_of_a_row(device: str, loss: str, rule: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Loss and figures of a packed row over states that are made up, and gradients of states and weights."""
+    """Loss and figures of a packed sequence over states that are made up, and gradients of states and
+    weights."""
     target = tiny_target()
     head = tiny_head(target, 101)
     generator = torch.Generator().manual_seed(2)
@@ -31,7 +32,7 @@ def loss_of_a_row(device: str, loss: str, rule: str) -> tuple[torch.Tensor, list
     head.to(device).requires_grad_(True)
     hidden = hidden.to(device)
     outputs = [output.to(device).requires_grad_() for output in outputs]
-    rows = target.head_weight[head.target_ids]
+    rows = target.head_weight[head.token_map]
     weights = row_weights(batch, [1.0, 0.8], "tokens", batch.plan.counts, 3)
     features = TargetFeatures(hidden[:, :0], hidden, argmax.to(device))
     given = TTTBatch(batch.ids, batch.plan, weights, features, target.embed_tokens.weight, rows)

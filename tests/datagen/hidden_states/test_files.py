@@ -33,7 +33,9 @@ class Engine:
         ids = torch.tensor(ids)
         numbers = tuple(layer for layer in layers if layer != "final")
         out = self.target(ids, positions_of(torch.zeros_like(ids)), self.target.causal(), numbers)
-        found = dict(zip(numbers, out.aux.split(self.target.config.hidden_size, -1), strict=True))
+        found = dict(
+            zip(numbers, out.aux_hidden_states.split(self.target.config.hidden_size, -1), strict=True)
+        )
         return torch.stack([{**found, "final": out.hidden}[layer] for layer in layers], 1)
 
     def write(self, layers, *, kind="vllm", texts=None, change=lambda states: states):

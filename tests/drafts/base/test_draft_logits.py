@@ -38,7 +38,7 @@ def test_draft_logits_are_planned_as_they_are_made(target, name, spec, dtype):
     drafter = make_engine([model.to(dtype) for model in models], batch=3).runner.drafter
     rows = torch.randn(3 * spec.steps, drafter.model.feature_size, dtype=dtype)
     with torch.no_grad(), LiveBytes() as live:
-        drafter.drafted(rows, spec, torch.tensor([1, 2, 3]))
+        drafter.make_state(rows, spec, torch.tensor([1, 2, 3]))
     planned = drafter.logits_bytes(drafter.model, 3, spec)
     spare = 1.35 if dtype == torch.float32 else 1.6  # of a correction in half precision less is held at once
     assert planned / spare < live.peak < 1.1 * planned

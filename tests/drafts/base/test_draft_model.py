@@ -80,9 +80,9 @@ def run_target(target, text, capture=()):
 
 def rows_of(draft, target, text):
     """Every entry that a text of tokens can have."""
-    features = draft.features(draft.states(run_target(target, text, draft.capture)))
-    slots = torch.arange(draft.first_slot, len(text))
-    return StepRows(features[slots - draft.first_slot], text[slots], slots - draft.first_slot)
+    features = draft.features(draft.target_hidden_states(run_target(target, text, draft.capture)))
+    slots = torch.arange(draft.first_position, len(text))
+    return StepRows(features[slots - draft.first_position], text[slots], slots - draft.first_position)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +90,7 @@ def test_the_sizes_it_names_are_those_of_its_tensors(target, text, kind):
     draft = make(kind, target)
     store = Store()
     rows = rows_of(draft, target, text)
-    features, slots = rows.features, rows.positions + draft.first_slot
+    features, slots = rows.features, rows.rope_positions + draft.first_position
     assert features.shape == (len(slots), draft.feature_size) and features.dtype == draft.dtype
     states, read = draft.step(rows, store)
     assert sorted(store.k) == list(range(draft.cache.num_layers))
@@ -123,7 +123,7 @@ def test_rows_that_are_wanted_are_those_of_all_rows(target, text, kind):
     whole, store = draft.step(rows, Store()), Store()
     wanted, order = torch.tensor([3, 0, 3, 11]), torch.randperm(len(rows.tokens))
     shuffled = rows._replace(features=rows.features[order], feature_rows=order.argsort())
-    some = draft.step(shuffled, store, wanted=wanted)
+    some = draft.step(shuffled, store, output_rows=wanted)
     for part, expected in zip(some, whole, strict=True):
         torch.testing.assert_close(part, expected[wanted], rtol=1e-5, atol=1e-6)
     assert len(store.k[0]) == len(rows.tokens), "keys are made of all rows"
@@ -133,31 +133,31 @@ def test_eagle1_joins_the_normed_state_of_a_row_with_the_token_after_it(target, 
     """And goes to the target's output layer without another norm."""
     draft = make("eagle1", target)
     hf_states = run_target(target, text, (target.config.num_layers,))
-    normed = target.norm(hf_states.aux)
+    normed = target.norm(hf_states.aux_hidden_states)
     embeds = target.embed_tokens.weight[text[1:]]
     states = draft.head(normed[:-1], embeds, torch.arange(LENGTH - 1), Store())
     ours, read = draft.step(rows_of(draft, target, text), Store())
     assert torch.equal(ours, states), "to the bit, or the positions are shifted"
     torch.testing.assert_close(draft.logits(read), states @ target.head_weight.T, rtol=1e-4, atol=1e-4)
-    raw = draft.head(hf_states.aux[:-1], embeds, torch.arange(LENGTH - 1), Store())
+    raw = draft.head(hf_states.aux_hidden_states[:-1], embeds, torch.arange(LENGTH - 1), Store())
     assert (raw - states).abs().max() > 0.1, "the state before the norm must not pass for the one after it"
 
 
 def test_eagle3_joins_the_fused_states_of_a_row_with_the_token_after_it(target, text):
     draft = make("eagle3", target)
-    aux = run_target(target, text, draft.head.config.aux_layer_ids).aux
+    aux = run_target(target, text, draft.head.config.aux_layer_ids).aux_hidden_states
     states = draft.head(draft.head.fuse(aux[:-1]), target.embed(text[1:]), torch.arange(LENGTH - 1), Store())
     ours, read = draft.step(rows_of(draft, target, text), Store())
     assert torch.equal(ours, states)
     assert torch.equal(draft.logits(read), draft.head.logits(states))
     ids = torch.tensor([[0, 66], [30, 1]])
-    assert torch.equal(draft.to_target(ids), draft.head.target_ids[ids])
+    assert torch.equal(draft.to_target(ids), draft.head.token_map[ids])
 
 
 def test_a_small_model_reads_tokens_only(target, text):
     draft = make("small model", target)
     rows = rows_of(draft, target, text)
-    assert (draft.capture, draft.first_slot, rows.features.shape) == ((), 0, (LENGTH, 0))
+    assert (draft.capture, draft.first_position, rows.features.shape) == ((), 0, (LENGTH, 0))
     ours, read = draft.step(rows, Store())
     out = draft.model(text, torch.arange(LENGTH), Store())
     assert torch.equal(ours, out.hidden)
@@ -191,7 +191,7 @@ def test_an_entry_depends_on_tokens_up_to_its_slot_only(target, text, kind):
     for store, tokens in zip(stores, (text, other), strict=True):
         draft.step(rows_of(draft, target, tokens), store)
     k, changed = (store.k[0] for store in stores)
-    shared = 9 - draft.first_slot
+    shared = 9 - draft.first_position
     torch.testing.assert_close(k[:shared], changed[:shared], rtol=1e-5, atol=1e-6)
     assert (k[shared] - changed[shared]).abs().max() > 1e-2
 
@@ -249,4 +249,4 @@ def test_a_broken_or_missing_model_is_named(target, tmp_path):
 def test_a_chain_keeps_a_second_candidate_only_where_confidences_are_read():
     shapes = [SpecShape(4, 1, 5), SpecShape(2, 1, 3)]
     assert Drafter.candidate_spec(shapes).topk == 1
-    assert Drafter.candidate_spec(shapes, reads_confidence=True).topk == 2
+    assert Drafter.candidate_spec(shapes, needs_confidence=True).topk == 2

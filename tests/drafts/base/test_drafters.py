@@ -9,9 +9,10 @@ from tiny_engine import make_engine, resolved
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.autoregressive import DraftState
 from eagle_kit.drafts.base.draft_model import HeadDraftModel, StandaloneDraftModel
-from eagle_kit.drafts.base.drafter import CandidateSpec, DraftState
-from eagle_kit.drafts.base.ready import Candidates
+from eagle_kit.drafts.base.drafter import CandidateSpec
+from eagle_kit.drafts.base.one_pass import DepthCandidates
 from eagle_kit.drafts.base.sampled import SampledDraftState, draft_distribution
 from eagle_kit.drafts.choose_drafter import drafter_class
 from eagle_kit.drafts.dspark.roll_out import DraftLogits
@@ -70,7 +71,7 @@ def test_a_ready_draft_is_as_sure_as_its_first_token_is_likely(models, name, is_
     drafter = drafter_of(models, name, sampled_drafts=is_sampled)
     rows = rows_of(drafter, 4)
     roots = torch.tensor([1, 2, 3])
-    found = drafter.confidence(drafter.drafted(rows, CandidateSpec(4, 2, True), roots))
+    found = drafter.confidence(drafter.make_state(rows, CandidateSpec(4, 2, True), roots))
     first = drafter.model.logits(rows.view(3, 4, -1)[:, 0])
     torch.testing.assert_close(found, first.softmax(-1).amax(-1))
     empty = drafter.confidence(drafter.empty_state(3, CandidateSpec(4, 2, True)))
@@ -84,7 +85,7 @@ def test_a_head_that_tells_its_confidence_gives_that_of_every_depth(models, is_s
     drafter = drafter_of(models, "dspark", sampled_drafts=is_sampled)
     rows = rows_of(drafter, 4)
     roots = torch.tensor([1, 2, 3])
-    found = drafter.confidence(drafter.drafted(rows, CandidateSpec(4, 2, True), roots))
+    found = drafter.confidence(drafter.make_state(rows, CandidateSpec(4, 2, True), roots))
     logits = DraftLogits(drafter.model, rows.view(3, 4, -1))
     before = roots
     product = torch.ones(3)
@@ -93,7 +94,7 @@ def test_a_head_that_tells_its_confidence_gives_that_of_every_depth(models, is_s
         told = drafter.model.head.confidence_logits(rows.view(3, 4, -1)[:, depth], before)
         product = product * told.sigmoid()
         expected.append(product)
-        before = logits.behind(depth, before[:, None])[:, 0].argmax(-1)
+        before = logits.after(depth, before[:, None])[:, 0].argmax(-1)
     torch.testing.assert_close(found, torch.stack(expected, 1))
     assert drafter.empty_state(3, CandidateSpec(4, 2, True))[-1].shape == (3, 4)
     assert drafter.empty_state(3, CandidateSpec(4, 2))[-1].numel() in (0, 3), "nobody asks"
@@ -102,8 +103,8 @@ def test_a_head_that_tells_its_confidence_gives_that_of_every_depth(models, is_s
 def test_candidates_that_were_left_out_are_the_last_of_any_tree(models):
     drafter = drafter_of(models, "p-eagle")
     tokens = torch.arange(1, 5).view(2, 2, 1)
-    made = Candidates(tokens, torch.full((2, 2, 1, 1), -3.0), torch.zeros(2, 0))
-    wide = drafter.widened(made, drafter.empty_state(2, CandidateSpec(4, 3)))
+    made = DepthCandidates(tokens, torch.full((2, 2, 1, 1), -3.0), torch.zeros(2, 0))
+    wide = drafter.pad_candidates(made, drafter.empty_state(2, CandidateSpec(4, 3)))
     assert [part.shape for part in wide] == [(2, 4, 3), (2, 4, 1, 3), (2, 0)]
     assert torch.equal(wide.tokens[:, :2, :1], tokens) and (wide.scores[:, :2, :, 0] == -3.0).all()
     left_out = torch.ones(4, 3, dtype=torch.bool)
@@ -185,7 +186,7 @@ def test_a_token_map_cuts_the_correction_of_a_block_too(target):
     cut = HeadDraftModel(head, target, hot)
     rows = torch.randn(2, 3, 48)
     before = torch.tensor([[1, 5], [8, 0]])
-    all_logits, logits = (DraftLogits(model, rows).behind(1, before) for model in (whole, cut))
+    all_logits, logits = (DraftLogits(model, rows).after(1, before) for model in (whole, cut))
     torch.testing.assert_close(logits, all_logits[..., hot])
     own = tiny_head(target, draft_vocab_size=9)
     with pytest.raises(UserError, match="the head brings its own"):

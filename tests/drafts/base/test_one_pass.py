@@ -27,8 +27,8 @@ from eagle_kit.drafts.registry import kind_of
 from eagle_kit.engine.calibrate import policies as tune
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.request import Request
-from eagle_kit.eval.diagnose.chain import Source, read_chain
-from eagle_kit.eval.diagnose.row import Text, compute_states, pack
+from eagle_kit.eval.diagnose.chain import Source, draft_chains
+from eagle_kit.eval.diagnose.row import PromptReply, compute_states, pack
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.ops.backend import use
@@ -98,7 +98,7 @@ def rounds(pair, folder, shape: SpecShape):
     request = Request(0, list(PROMPTS[2]), SamplingParams(max_tokens=30))
     serve(engine, [request])
     text = torch.tensor(request.prompt_ids + request.token_ids)
-    aux = target(text, torch.arange(len(text)), target.causal(), head.capture).aux
+    aux = target(text, torch.arange(len(text)), target.causal(), head.capture).aux_hidden_states
     assert len(proposals) > 5
     weights = folder, target.embed_tokens.weight, target.head_weight
     return (
@@ -143,14 +143,14 @@ def test_every_chain_is_that_of_the_published_forward(pairs, tmp_path, name):
         assert draft.tree.tokens[0, 1:].tolist() == best_chain(head, probs, int(text[length]), steps)
     prompt = len(request.prompt_ids)
     table = match_table(target, head, text, prompt, steps)
-    row = pack([Text(request.prompt_ids, request.token_ids)])
-    reading = read_chain(head, Source(target, row, compute_states(target, row, head.capture)), steps)
+    row = pack([PromptReply(request.prompt_ids, request.token_ids)])
+    reading = draft_chains(head, Source(target, row, compute_states(target, row, head.capture)), steps)
     for length, draft, _ in (each for each in made if each.length + steps < len(text)):
         right = (draft.tree.tokens[0, 1:] == text[length + 1 : length + 1 + steps]).long().cumprod(0)
         leading = table[length - prompt].long().cumprod(0)  # behind a miss, a correction reads the text
         assert leading.tolist() == right.tolist()
         at = row.roots.tolist().index(length)
-        assert reading.accepted[at] == right.sum()
+        assert reading.num_accepted[at] == right.sum()
 
 
 def candidates(head, probs, root: int, shape: SpecShape):

@@ -178,9 +178,9 @@ def test_every_variant_computes_something_else(saved: Callable[..., Path]) -> No
 def test_draft_ids_become_target_ids() -> None:
     head = tiny_head(tiny_target())
     ids = torch.tensor([[0, 66], [5, 5]])
-    assert torch.equal(head.to_target(ids), head.target_ids[ids])
-    assert head.target_ids.unique().numel() == 67 and head.t2d[head.target_ids].all()
-    assert int(head.t2d.sum()) == 67 and not torch.equal(head.target_ids, head.target_ids.sort().values)
+    assert torch.equal(head.to_target(ids), head.token_map[ids])
+    assert head.token_map.unique().numel() == 67 and head.t2d[head.token_map].all()
+    assert int(head.t2d.sum()) == 67 and not torch.equal(head.token_map, head.token_map.sort().values)
 
 
 def test_an_empty_batch_of_rows_gives_empty_outputs() -> None:

@@ -269,7 +269,7 @@ OTHERS = {
     "its tensor": ({"norm_before_fc": False}, {"input_norm.weight": (144,)}, "says norm_before_fc false"),
     "Qwen3's norms": ({}, {"midlayer.self_attn.q_norm.weight": (8,)}, "k_norm.weight is missing"),
     "no states": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "fc.weight is unexpected"),
-    "a bias": ({}, {"midlayer.self_attn.o_proj.bias": (48,)}, "bias behind its attention"),
+    "a bias": ({}, {"midlayer.self_attn.o_proj.bias": (48,)}, "bias after its attention"),
     "two layers": ({}, {"layers.1.mlp.up_proj.weight": (96, 48)}, "has 2 decoder layers"),
     "Medusa": ({"architectures": ["MedusaModel"]}, {}, "is Medusa heads"),
     "Domino": ({"architectures": ["DominoDraftModel"]}, {}, "is a Domino draft"),

@@ -274,7 +274,7 @@ def test_eagle1_heads_come_back(tmp_path, name, peer):
         with pytest.raises(UserError, match="the fc of its EAGLE class has no bias"):
             export_draft(source, tmp_path / peer, format=peer, dtype=None)
     elif peer == "eagle" and BIASES[name].get("attention_out_bias"):
-        with pytest.raises(UserError, match="no bias behind its attention"):
+        with pytest.raises(UserError, match="no bias after its attention"):
             export_draft(source, tmp_path / peer, format=peer, dtype=None)
     else:
         there_and_back(source, tmp_path, peer)

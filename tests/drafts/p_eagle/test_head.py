@@ -72,8 +72,8 @@ def test_logits_of_all_depths_equal_the_published_forward(tmp_path, changes):
         read.logits(out.fed_back), expected, rtol=1e-4, atol=1e-5
     )  # angles of RoPE are fp32
     some = torch.tensor([1, 12, 19])
-    again = read.step((inputs[0], inputs[1]), row + depth, attend, wanted=some)
-    torch.testing.assert_close(again.read, out.read[some])
+    again = read.step((inputs[0], inputs[1]), row + depth, attend, output_rows=some)
+    torch.testing.assert_close(again.lm_head_input, out.lm_head_input[some])
     given = ChainRows(
         read.fuse(aux.double()),
         lambda rows, step: ids[rows + step],

@@ -99,7 +99,7 @@ def head_of(folder):
 def make_llm(ranks, folder, head, **options):
     """The model of a rank, and after each step of its engine the hash of all tokens that it has taken in;
     ranks that are not the first are done then."""
-    digest, take, step, steps = hashlib.sha256(), Engine._take, Engine.step, []
+    digest, take, step, steps = hashlib.sha256(), Engine._append_tokens, Engine.step, []
 
     def watched(engine, request, tokens, now):
         digest.update(f"{request.number} {tokens};".encode())
@@ -110,7 +110,7 @@ def make_llm(ranks, folder, head, **options):
         steps.append(digest.hexdigest()[:16])
         return done
 
-    Engine._take, Engine.step = watched, watched_step
+    Engine._append_tokens, Engine.step = watched, watched_step
     given = {**OPTIONS, **options}
     if not ranks.is_first:
         given["tokenizer"] = None
@@ -388,7 +388,9 @@ def test_uneven_batches_of_own_latents_have_graphs(tmp_path):
         planned = graphs_of(llm.target.config, llm.draft, llm.config, "all", chooses_shapes=False).number
         graphs = llm.engine().runner.graphs
         run, known = graphs.run, graphs.num_warm_ups
-        graphs.run = lambda call: seen.add((len(call.inputs.rows), len(call.inputs.shard.rows))) or run(call)
+        graphs.run = lambda call: (
+            seen.add((len(call.inputs.slot_ids), len(call.inputs.shard.rows))) or run(call)
+        )
         replies = [output.token_ids for output in llm.generate(prompts, ends)]
         return captured, planned, graphs.num_warm_ups - known, seen, replies
 
@@ -420,7 +422,7 @@ def weather(llm, num_events, every=40):
         if engine.has_work:
             for request in engine.step():
                 if request.has_stops:
-                    request.read()
+                    request.decode_text()
                     engine.stop(request)
             engine.check()
         live = [request for request in live if request.finish_reason is None]
@@ -568,15 +570,15 @@ def interrupt(ranks, folder):
         return str(error)
     with pytest.raises(UserError, match="there is no draft"):
         llm.generate(PROMPTS[:1], shape="4,1,5")
-    take, found = Engine._take, llm.generate(PROMPTS[:1], SamplingParams(max_tokens=5))
+    take, found = Engine._append_tokens, llm.generate(PROMPTS[:1], SamplingParams(max_tokens=5))
 
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    Engine._take = interrupted
+    Engine._append_tokens = interrupted
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS[:1])
-    Engine._take = take
+    Engine._append_tokens = take
     for call in (partial(llm.generate, PROMPTS[:1]), partial(llm.logits, [1]), partial(llm.set_draft, None)):
         with pytest.raises(RankLost, match=r"was interrupted \(KeyboardInterrupt\)\. Make the LLM anew\."):
             call()

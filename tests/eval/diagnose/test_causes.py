@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from eagle_kit.drafts.files.findings import Finding
 from eagle_kit.eval.diagnose.causes import Measured, causes_in_files, name_causes
-from eagle_kit.eval.diagnose.context import ContextReading
+from eagle_kit.eval.diagnose.context import ContextResult
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.fit import Fit
-from eagle_kit.eval.diagnose.formats import WITH_TOOL, FormatReading
+from eagle_kit.eval.diagnose.formats import WITH_TOOL, FormatResult
 from eagle_kit.eval.diagnose.hypotheses import Hypothesis
-from eagle_kit.eval.diagnose.trials import Trial
+from eagle_kit.eval.diagnose.trials import Change, Trial
 
 
 def sure(mean: float, error: float = 0.01) -> Estimate:
@@ -19,12 +19,12 @@ def sure(mean: float, error: float = 0.01) -> Estimate:
 FIT = Fit(
     reach=(sure(0.45), sure(0.2)),
     coverage=sure(0.97),
-    within=sure(0.46),
+    accepted_if_covered=sure(0.46),
     confidence=sure(0.4),
-    trust=sure(0.4),
+    target_confidence=sure(0.4),
     excess=sure(0.0),
     entropy=2.0,
-    most_entropy=9.0,
+    max_entropy=9.0,
     is_finite=True,
 )
 LOW = replace(FIT, reach=(sure(0.05), sure(0.0)))
@@ -39,9 +39,9 @@ def trial(subject: str, gain: float, score: float = 9.0, before: float = 0.2) ->
         sure(before + gain),
         Estimate(gain, error),
         Estimate(gain, error),
-        (before, before + gain),
-        (0.4, 0.4),
-        (1.2, 1.2 + gain),
+        Change(before, before + gain),
+        Change(0.4, 0.4),
+        Change(1.2, 1.2 + gain),
         FIT,
     )
 
@@ -81,16 +81,16 @@ def test_what_restores_most_comes_first_and_doubts_last():
 def test_a_gain_that_chance_explains_or_that_is_worth_nothing_is_no_cause():
     assert subjects(Measured(FIT, [trial("RoPE", 0.05, score=2.5)], [])) == []
     assert subjects(Measured(FIT, [trial("RoPE", 0.002, score=9, before=0.4)], [])) == []
-    unlikely = replace(trial("RoPE", 0.05, score=2.5), likelier=Estimate(0.2, 0.02))
+    unlikely = replace(trial("RoPE", 0.05, score=2.5), log_prob_gain=Estimate(0.2, 0.02))
     assert subjects(Measured(FIT, [unlikely], [])) == ["RoPE"], "the log-probability is sure of it"
 
 
 def test_a_reading_that_makes_tokens_likelier_and_costs_none_is_a_cause_unless_doubt_explains_it():
-    free = replace(trial("layer ids", -0.01, score=-0.5, before=0.4), likelier=Estimate(0.1, 0.02))
+    free = replace(trial("layer ids", -0.01, score=-0.5, before=0.4), log_prob_gain=Estimate(0.1, 0.02))
     assert subjects(Measured(FIT, [free], [])) == ["layer ids"]
-    assert subjects(Measured(FIT, [replace(free, confidence=(0.4, 0.3))], [])) == []
+    assert subjects(Measured(FIT, [replace(free, confidence=Change(0.4, 0.3))], [])) == []
     assert subjects(Measured(FIT, [replace(free, served=sure(0.1))], [])) == [], "of a head that works only"
-    assert subjects(Measured(FIT, [replace(free, likelier=Estimate(0.1, 0.04))], [])) == []
+    assert subjects(Measured(FIT, [replace(free, log_prob_gain=Estimate(0.1, 0.04))], [])) == []
 
 
 def test_a_sure_and_wrong_head_has_another_target_and_an_unsure_one_too_little_training():
@@ -110,7 +110,7 @@ def test_a_sure_and_wrong_head_has_another_target_and_an_unsure_one_too_little_t
 
 def test_a_reading_that_leaves_a_head_too_sure_or_low_does_not_explain_it():
     too_sure = replace(FIT, excess=sure(0.3))
-    free = replace(trial("layer ids", -0.01, score=-0.5, before=0.4), likelier=Estimate(0.1, 0.02))
+    free = replace(trial("layer ids", -0.01, score=-0.5, before=0.4), log_prob_gain=Estimate(0.1, 0.02))
     (cause,) = name_causes(Measured(too_sure, [replace(free, fit=too_sure)], []))
     assert cause.subject == "another target" and cause.evidence.startswith("With layer ids undone, the head")
     assert subjects(Measured(too_sure, [free], [])) == ["layer ids"]
@@ -119,7 +119,7 @@ def test_a_reading_that_leaves_a_head_too_sure_or_low_does_not_explain_it():
 
 
 def test_a_small_draft_vocabulary_is_named_by_what_it_costs():
-    small = replace(FIT, coverage=sure(0.6), within=sure(0.45), reach=(sure(0.27),))
+    small = replace(FIT, coverage=sure(0.6), accepted_if_covered=sure(0.45), reach=(sure(0.27),))
     (cause,) = name_causes(Measured(small, [], []))
     assert cause.subject == "vocabulary coverage" and "60%" in cause.evidence
     assert abs(cause.cost - 0.18) < 1e-9
@@ -128,7 +128,7 @@ def test_a_small_draft_vocabulary_is_named_by_what_it_costs():
 def test_far_from_the_beginning_it_is_the_rotation_where_another_one_does_as_well():
     """The target's own, that is; a larger base, for which nothing else speaks, must do better."""
     near, rope = trial("context", 0.3), trial("RoPE", 0.28)
-    reading = ContextReading(2048, (), near, rope, rope_is_targets=True)
+    reading = ContextResult(2048, (), near, rope, rope_is_targets=True)
     assert subjects(Measured(FIT, [], [], reading)) == ["RoPE"]
     assert subjects(Measured(FIT, [], [], replace(reading, rope_is_targets=False))) == ["context"]
     better = replace(reading, rope=trial("RoPE", 0.36), rope_is_targets=False)
@@ -138,9 +138,9 @@ def test_far_from_the_beginning_it_is_the_rotation_where_another_one_does_as_wel
 
 
 def test_a_template_behind_which_the_target_is_followed_better_is_named():
-    own = FormatReading("the target's own", sure(0.3), Estimate(0, 0), Estimate(0, 0))
-    other = FormatReading("ChatML", sure(0.4), sure(0.1), sure(0.2))
-    weak = FormatReading("Llama 3's", sure(0.31), sure(0.01, 0.01), sure(0.2, 0.1))
+    own = FormatResult("the target's own", sure(0.3), Estimate(0, 0), Estimate(0, 0))
+    other = FormatResult("ChatML", sure(0.4), sure(0.1), sure(0.2))
+    weak = FormatResult("Llama 3's", sure(0.31), sure(0.01, 0.01), sure(0.2, 0.1))
     assert subjects(Measured(FIT, [], [], formats=[own, weak, other])) == ["chat template"]
     assert subjects(Measured(FIT, [], [], formats=[own, weak])) == []
     said = Measured(FIT, [], [], formats=[own, weak], is_other_template=True)

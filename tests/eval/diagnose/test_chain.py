@@ -12,9 +12,9 @@ from tiny_rule import learned_head, learned_target
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
-from eagle_kit.eval.diagnose.chain import Source, View, read_chain
-from eagle_kit.eval.diagnose.row import Text, compute_states, log_probs, pack
-from eagle_kit.eval.diagnose.trials import decoded
+from eagle_kit.eval.diagnose.chain import InputVariant, Source, draft_chains
+from eagle_kit.eval.diagnose.row import PromptReply, compute_states, log_probs, pack
+from eagle_kit.eval.diagnose.trials import simulate_decoding
 from eagle_kit.models.loading.loader import load_target
 
 
@@ -56,7 +56,7 @@ def replayed(target, head, steps):
     stats, texts = SpecStats(), []
     for request in decode(models, f"{steps},1,{steps + 1}", batch=3):
         stats.add(request.stats.spec)
-        texts.append(Text(list(request.prompt_ids), list(request.token_ids)))
+        texts.append(PromptReply(list(request.prompt_ids), list(request.token_ids)))
     row = pack(texts)
     return stats, Source(models[0], row, compute_states(models[0], row, range(5)))
 
@@ -65,7 +65,7 @@ def replayed(target, head, steps):
 def test_the_chain_accepts_what_the_engine_accepts(models, kind):
     steps = 3 if kind.startswith("mtp") else 4
     stats, source = replayed(*models[kind], steps)
-    predicted = decoded(read_chain(models[kind][1], source, steps), source.row)
+    predicted = simulate_decoding(draft_chains(models[kind][1], source, steps), source.row)
     assert predicted.num_accepted_at == stats.num_accepted_at and sum(stats.num_accepted_at) > 5
     assert (predicted.num_verifies, predicted.num_emitted_tokens) == (
         stats.num_verifies,
@@ -74,10 +74,10 @@ def test_the_chain_accepts_what_the_engine_accepts(models, kind):
 
 
 def test_roots_are_the_tokens_of_replies_but_the_last(models):
-    row = pack([Text([1, 2, 3], [4, 5, 6]), Text([7], [8, 9]), Text([1], [2])])
-    assert row.ids[row.roots].tolist() == [4, 5, 8] and row.texts.tolist() == [0, 0, 1]
+    row = pack([PromptReply([1, 2, 3], [4, 5, 6]), PromptReply([7], [8, 9]), PromptReply([1], [2])])
+    assert row.ids[row.roots].tolist() == [4, 5, 8] and row.text_index.tolist() == [0, 0, 1]
     assert row.ends.tolist() == [6, 6, 9] and row.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1]
-    three = [Text([1], [2, 3]), Text([4], [5, 6]), Text([7], [8])]
+    three = [PromptReply([1], [2, 3]), PromptReply([4], [5, 6]), PromptReply([7], [8])]
     assert pack(three, 6).positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
@@ -94,26 +94,28 @@ def test_the_targets_probabilities_are_those_of_its_logits(models):
 def test_a_view_undoes_what_was_done_to_the_states(models):
     target, head = models["trained"]
     source = replayed(target, head, 4)[1]
-    whole = read_chain(head, source)
+    whole = draft_chains(head, source)
     rolled = {layer: state.roll(1, 0) for layer, state in source.states.inputs.items()}
     shifted = source._replace(states=source.states._replace(inputs=rolled))
-    assert not torch.equal(read_chain(head, shifted).log_truth, whole.log_truth)
-    undone = read_chain(head, shifted, 1, View(feature_shift=1))
-    assert torch.allclose(undone.log_truth, whole.log_truth, atol=1e-5)
+    assert not torch.equal(draft_chains(head, shifted).first.label_log_prob, whole.first.label_log_prob)
+    undone = draft_chains(head, shifted, 1, InputVariant(feature_shift=1))
+    assert torch.allclose(undone.first.label_log_prob, whole.first.label_log_prob, atol=1e-5)
 
 
 def test_what_is_not_in_the_draft_vocabulary_is_not_covered(models):
     target, head = models["eagle3"]
     source = replayed(target, head, 2)[1]
-    reading = read_chain(head, source, 2)
-    assert torch.equal(reading.covered, torch.isin(source.states.greedy, head.target_ids))
-    assert not reading.covered.all() and not (reading.accepted[~reading.covered] > 0).any()
+    reading = draft_chains(head, source, 2)
+    assert torch.equal(reading.first.is_covered, torch.isin(source.states.greedy, head.token_map))
+    assert (
+        not reading.first.is_covered.all() and not (reading.num_accepted[~reading.first.is_covered] > 0).any()
+    )
 
 
 def test_a_nan_in_a_weight_is_seen(models):
     target, head = models["eagle3"]
     source = replayed(target, head, 2)[1]
     head = eagle3(target)
-    assert read_chain(head, source).is_finite
+    assert draft_chains(head, source).is_finite
     head.fc.weight.data[3, 4] = float("nan")
-    assert not read_chain(head, source).is_finite
+    assert not draft_chains(head, source).is_finite

@@ -25,7 +25,7 @@ from eagle_kit.eval.diagnose.causes import Cause
 from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.report import as_record, as_text
 from eagle_kit.eval.diagnose.run import Diagnosis, diagnose, diagnose_models
-from eagle_kit.eval.diagnose.server import Server
+from eagle_kit.eval.diagnose.server import ServerClient
 from eagle_kit.models.loading.loader import load_target
 from tests.server.api.serving import serving
 
@@ -223,7 +223,7 @@ def trained_llm(head, shape=None) -> LLM:
 def trained_server(head, shape):
     llm = trained_llm(head, shape)
     with serving(llm, llm.engine()) as server:
-        yield Server(server.url)
+        yield ServerClient(server.url)
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def beside(tmp_path):
     config = DiagnoseConfig(task=str(tmp_path / "rule.jsonl"), limit=NUM_TEXTS, max_tokens=40, context=0)
     known = [Finding("ok", "chat template", "the one the draft was trained with.")]
 
-    def diagnosed(server: Server):
+    def diagnosed(server: ServerClient):
         head = learned_head()
         return diagnose_models(Models(trained_llm(head), head), known, config, server=server, is_quiet=True)
 
@@ -270,7 +270,7 @@ def test_a_server_whose_shape_is_not_known_is_not_accused(beside):
         return f"sglang:spec_verify_calls_total {asked}\nsglang:generation_tokens_total {asked}"
 
     with fake(metrics) as (url, _):
-        found = beside(Server(url))
+        found = beside(ServerClient(url))
     assert found.is_healthy and found.server.ours is None and "give --shape" in found.server.verdict
     assert "our engine," not in as_text(found, "head")
 
@@ -280,11 +280,11 @@ def test_a_server_that_fails_between_replies_takes_nothing_of_what_was_found(bes
         raise KeyboardInterrupt
 
     with fake(vllm, 500) as (url, _):
-        found = beside(Server(url))
+        found = beside(ServerClient(url))
     assert found.server is None and found.measured is not None and found.replay is not None
     assert "it broke" in str(found.failure)
-    monkeypatch.setattr(Server, "replay", interrupted)
-    assert isinstance(beside(Server("http://127.0.0.1:9")).failure, KeyboardInterrupt)
+    monkeypatch.setattr(ServerClient, "replay", interrupted)
+    assert isinstance(beside(ServerClient("http://127.0.0.1:9")).failure, KeyboardInterrupt)
 
 
 @pytest.mark.parametrize(

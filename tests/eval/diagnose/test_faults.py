@@ -12,15 +12,15 @@ from tiny_rule import learned_head, learned_target, texts
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.engine.load_draft import copy_head
 from eagle_kit.eval.diagnose.causes import Cause, Measured, name_causes
-from eagle_kit.eval.diagnose.chain import Source, read_chain
-from eagle_kit.eval.diagnose.context import read_context
+from eagle_kit.eval.diagnose.chain import Source, draft_chains
+from eagle_kit.eval.diagnose.context import measure_context
 from eagle_kit.eval.diagnose.fit import measure_fit
 from eagle_kit.eval.diagnose.hypotheses import hypotheses, layers_needed, mask_tokens
 from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.row import compute_states, pack
 from eagle_kit.eval.diagnose.run import Basis, likely_misreading
-from eagle_kit.eval.diagnose.server import ServerReading
-from eagle_kit.eval.diagnose.trials import STEPS, decoded, read, try_all
+from eagle_kit.eval.diagnose.server import ServerResult
+from eagle_kit.eval.diagnose.trials import STEPS, run_hypothesis, run_trials, simulate_decoding
 from eagle_kit.models.blocks.layers import RMSNorm
 
 
@@ -32,8 +32,8 @@ def diagnosed(head, target=None, late: int = 0) -> list[Cause]:
     if late:
         states = states._replace(inputs={i: state.roll(late, 0) for i, state in states.inputs.items()})
     source = Source(target, row, states)
-    fit = measure_fit(head, source, read_chain(head, source, STEPS))
-    found = name_causes(Measured(fit, try_all(head, source, tried), ()))
+    fit = measure_fit(head, source, draft_chains(head, source, STEPS))
+    found = name_causes(Measured(fit, run_trials(head, source, tried), ()))
     print(f"{fit.reach[0].mean:.2f} accepted:", *(f"\n  {each.subject}: {each.evidence}" for each in found))
     return found
 
@@ -58,7 +58,7 @@ def swapped_inputs(head):
 
 
 def rolled_map(head):
-    head.d2t.copy_(head.target_ids.roll(1) - torch.arange(len(head.d2t)))
+    head.d2t.copy_(head.token_map.roll(1) - torch.arange(len(head.d2t)))
 
 
 def norm_before_residual(head):
@@ -78,7 +78,7 @@ def nan(head):
 
 def few_tokens(head):
     kept = torch.arange(0, len(head.d2t), 3)
-    ids = head.target_ids[kept]
+    ids = head.token_map[kept]
     head.config = replace(head.config, draft_vocab_size=len(kept))
     head.lm_head.weight.data = head.lm_head.weight.data[kept]
     head.d2t, head.t2d = ids - torch.arange(len(kept)), torch.isin(torch.arange(41), ids)
@@ -151,9 +151,13 @@ def test_some_reading_is_the_right_one_of_a_head_of_blocks_whose_config_is_wrong
     wrong, row = misread(head, fault), pack(texts(4))
     tried = [each for each in hypotheses(wrong, target.config, masks=range(9)) if each.subject == fault]
     source = Source(target, row, compute_states(target, row, range(5)))
-    right, served = (read_chain(each, source, 2).log_truth for each in (head, wrong))
+    right, served = (draft_chains(each, source, 2).first.label_log_prob for each in (head, wrong))
     assert not torch.equal(served, right)
-    undone = [each for each in tried if torch.equal(read(wrong, source, each, 2).log_truth, right)]
+    undone = [
+        each
+        for each in tried
+        if torch.equal(run_hypothesis(wrong, source, each, 2).first.label_log_prob, right)
+    ]
     remedies = {
         "what rows predict": f"sample_from_anchor to {str(head.config.predicts_next).lower()}",
         "mask token": "mask_token_id to 5",
@@ -198,7 +202,7 @@ def test_features_that_came_a_slot_early_in_training_are_named():
 
 
 def test_copies_of_a_chat_in_long_texts_are_no_new_observations():
-    one, two = (read_context(learned_head(), learned_target(), texts(n), 512, []) for n in (1, 2))
+    one, two = (measure_context(learned_head(), learned_target(), texts(n), 512, []) for n in (1, 2))
     assert one.near.served.error == float("inf"), "one chat, however often it is read"
     assert two.near.served.error < float("inf") and two.near.served.mean > 0.2
 
@@ -207,12 +211,12 @@ def test_a_server_that_reads_the_head_otherwise_is_told_by_what_it_accepts():
     head, target = learned_head(), learned_target()
     tried, row = hypotheses(head, target.config), pack(texts())
     source = Source(target, row, compute_states(target, row, layers_needed(tried, head, target.config)))
-    basis = Basis(tried, source, read_chain(head, source, STEPS))
-    there = decoded(read_chain(copied(swapped_inputs), source, STEPS), row)
+    basis = Basis(tried, source, draft_chains(head, source, STEPS))
+    there = simulate_decoding(draft_chains(copied(swapped_inputs), source, STEPS), row)
     shape = SpecShape(STEPS, 1, STEPS + 1)
-    seen = ServerReading("vLLM", [], there.accept_length, False, (), there.num_verifies, shape)
+    seen = ServerResult("vLLM", [], there.accept_length, False, (), there.num_verifies, shape)
     models = Models(None, head)
-    assert there.accept_length < decoded(basis.reading, row).accept_length - 0.2
+    assert there.accept_length < simulate_decoding(basis.served, row).accept_length - 0.2
     likeness = likely_misreading(models, basis, seen, shape)
     assert likeness.startswith("feature before embedding") and f"({there.accept_length:.2f})" in likeness
     unlike = seen._replace(accept_length=STEPS + 1.0)

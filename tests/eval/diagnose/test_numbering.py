@@ -10,7 +10,7 @@ from tiny_run import make_target
 
 from eagle_kit.cli.app import main
 from eagle_kit.drafts.files.draft import DraftFolder, save_draft
-from eagle_kit.eval.diagnose.numbering import compare_numberings, measure_numbering, readings_of
+from eagle_kit.eval.diagnose.numbering import compare_numberings, layers_by_convention, measure_numbering
 from eagle_kit.models.loading.loader import load_target
 
 
@@ -18,7 +18,7 @@ from eagle_kit.models.loading.loader import load_target
 def test_the_numbering_that_a_head_was_trained_with_is_found(ids, best):
     head = learned_head()
     assert head.capture == (2, 2, 1)
-    found = compare_numberings(head, learned_target(), texts(8), readings_of(ids, 4))
+    found = compare_numberings(head, learned_target(), texts(8), layers_by_convention(ids, 4))
     assert found.best == best and found.layers[best] == head.capture
     other = "output" if best == "input" else "input"
     assert found.shares[best] > found.shares[other] and f"so they are {best}s" in found.words
@@ -26,13 +26,13 @@ def test_the_numbering_that_a_head_was_trained_with_is_found(ids, best):
 
 def test_a_head_that_learned_nothing_decides_nothing():
     head = tiny_head(learned_target(), 39)
-    found = compare_numberings(head, learned_target(), texts(8), readings_of((2, 2, 1), 4))
+    found = compare_numberings(head, learned_target(), texts(8), layers_by_convention((2, 2, 1), 4))
     assert found.best is None and "does not decide" in found.words
 
 
 def test_readings_that_the_target_has_not_are_none():
-    assert readings_of((1, 2, 4), 4) == {"input": (1, 2, 4)}
-    assert readings_of((), 4) == {}
+    assert layers_by_convention((1, 2, 4), 4) == {"input": (1, 2, 4)}
+    assert layers_by_convention((), 4) == {}
 
 
 def change(folder: Path, **values) -> None:

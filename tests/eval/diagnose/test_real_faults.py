@@ -19,13 +19,13 @@ from eagle_kit.drafts.files.draft import load_draft
 from eagle_kit.drafts.files.findings import Finding
 from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.diagnose.causes import name_causes
-from eagle_kit.eval.diagnose.chain import Source, read_chain
+from eagle_kit.eval.diagnose.chain import Source, draft_chains
 from eagle_kit.eval.diagnose.hypotheses import hypotheses
 from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.replay import decode_replies
 from eagle_kit.eval.diagnose.row import compute_states, pack
 from eagle_kit.eval.diagnose.run import Basis, diagnose, make_basis, measure
-from eagle_kit.eval.diagnose.trials import STEPS, decoded
+from eagle_kit.eval.diagnose.trials import STEPS, simulate_decoding
 from eagle_kit.models.blocks.layers import RMSNorm, Rope
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.report.stages import Stages
@@ -56,9 +56,9 @@ class World:
         source = source or self.source
         models = replace(self.models, head=head)
         tried = hypotheses(head, source.target.config)
-        basis = Basis(tried, source, read_chain(head, source, STEPS))
+        basis = Basis(tried, source, draft_chains(head, source, STEPS))
         measured = measure(models, self.replies, basis, findings, config, QUIET)
-        length = decoded(basis.reading, source.row).accept_length
+        length = simulate_decoding(basis.served, source.row).accept_length
         found = name_causes(measured)
         print(f"{length:.2f} tokens per verify:", *(f"\n  {each.subject}: {each.evidence}" for each in found))
         return found
@@ -92,7 +92,7 @@ def gates_swapped(head: Eagle3Head) -> None:
 
 def remapped(change):
     def inject(head: Eagle3Head) -> None:
-        head.d2t.copy_(change(head.target_ids) - torch.arange(len(head.d2t)))
+        head.d2t.copy_(change(head.token_map) - torch.arange(len(head.d2t)))
 
     return inject
 
@@ -135,7 +135,7 @@ def interleaved(head: Eagle3Head) -> None:
 
 def few_tokens(head: Eagle3Head) -> None:
     kept = torch.randperm(8192, generator=torch.Generator().manual_seed(0))[:512].sort().values
-    ids = head.target_ids[kept]
+    ids = head.token_map[kept]
     head.config = replace(head.config, draft_vocab_size=512)
     head.lm_head.weight.data = head.lm_head.weight.data[kept]
     head.d2t, head.t2d = ids - torch.arange(512), torch.isin(torch.arange(49152), ids)
@@ -252,7 +252,7 @@ def test_a_new_head_is_trained_too_little(world):
     target = world.source.target
     new.set_vocab_map(head.d2t, head.t2d)
     with torch.no_grad():
-        new.lm_head.weight.copy_(target.head_weight[head.target_ids])
+        new.lm_head.weight.copy_(target.head_weight[head.token_map])
         new.norm.weight.copy_(target.norm.weight * 0.1)
     found = world.causes(new.eval().requires_grad_(False))
     assert found[0].subject == "too little training"

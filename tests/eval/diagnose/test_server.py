@@ -13,7 +13,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.eval.diagnose.compare import compare_server
 from eagle_kit.eval.diagnose.replay import Replay
-from eagle_kit.eval.diagnose.server import Server, ServerReading, ServerReply
+from eagle_kit.eval.diagnose.server import ServerClient, ServerReply, ServerResult
 
 CHATS = [[{"role": "user", "content": f"Question {i}"}] for i in range(3)]
 OPTIONS = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
@@ -22,7 +22,7 @@ OPTIONS = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative
 def test_vllms_counters_give_acceptance_per_position_of_these_prompts_alone():
     steps = []
     with fake(vllm) as (url, bodies):
-        seen = Server(url).replay(CHATS, 32, lambda: steps.append(1))
+        seen = ServerClient(url).replay(CHATS, 32, lambda: steps.append(1))
     assert seen.engine == "vLLM" and seen.accept_length == pytest.approx(2.0) and not seen.is_gauge
     assert seen.reach == pytest.approx((0.6, 0.3, 0.1, 0.0)) and seen.num_verifies == 30
     assert seen.shape == (4, 1, 5) and seen.other_traffic == 0
@@ -35,23 +35,23 @@ def test_vllms_counters_give_acceptance_per_position_of_these_prompts_alone():
 
 def test_sglang_counts_verifies_or_has_a_gauge():
     with fake(sglang) as (url, _):
-        seen = Server(url).replay(CHATS, 32)
+        seen = ServerClient(url).replay(CHATS, 32)
     assert seen.engine == "SGLang" and seen.accept_length == pytest.approx(30 / 20) and seen.reach == ()
     with fake(sglang_gauge) as (url, _):
-        seen = Server(url).replay(CHATS, 32)
+        seen = ServerClient(url).replay(CHATS, 32)
     assert (seen.accept_length, seen.is_gauge, seen.num_verifies) == (1.75, True, 0)
 
 
 @pytest.mark.parametrize("path", ["server_info", "get_server_info"])
 def test_sglang_says_its_shape(path):
     with fake(sglang, **{path: OPTIONS}) as (url, _):
-        assert Server(url).replay(CHATS, 32).shape == (5, 4, 8)
+        assert ServerClient(url).replay(CHATS, 32).shape == (5, 4, 8)
 
 
 @pytest.mark.parametrize("options", [{}, {**OPTIONS, "speculative_eagle_topk": None}, [1]])
 def test_a_shape_that_is_not_said_is_unknown(options):
     with fake(sglang, server_info=options) as (url, _):
-        assert Server(url).replay(CHATS, 32).shape is None
+        assert ServerClient(url).replay(CHATS, 32).shape is None
 
 
 def ours(asked: int) -> str:
@@ -63,28 +63,28 @@ def ours(asked: int) -> str:
 
 def test_ours_counts_cycles_by_shape_so_a_tree_is_known():
     with fake(ours) as (url, _):
-        assert Server(url).replay(CHATS, 32).shape == (5, 4, 16)
+        assert ServerClient(url).replay(CHATS, 32).shape == (5, 4, 16)
 
 
 def test_the_traffic_of_others_is_noticed():
     with fake(lambda asked: vllm(asked + (asked > 0))) as (url, _):
-        seen = Server(url).replay(CHATS, 32)
+        seen = ServerClient(url).replay(CHATS, 32)
     assert (seen.num_counted_tokens, seen.num_tokens) == (84, 63) and seen.other_traffic == 0.25
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_that_a_parser_takes_out_is_read_too(name):
     with fake(vllm, {"content": None, name: "Let me think."}) as (url, _):
-        assert Server(url).replay(CHATS, 8).replies[0].text == "Let me think."
+        assert ServerClient(url).replay(CHATS, 8).replies[0].text == "Let me think."
     with fake(vllm, {"content": None}) as (url, _):
-        assert Server(url).replay(CHATS, 8).replies[0].text == ""
+        assert ServerClient(url).replay(CHATS, 8).replies[0].text == ""
 
 
 def test_a_key_is_sent_and_a_refusal_is_a_users_error():
     with fake(vllm, key="secret") as (url, _):
-        assert Server(url, "secret").replay(CHATS, 8).num_verifies == 30
+        assert ServerClient(url, "secret").replay(CHATS, 8).num_verifies == 30
         with pytest.raises(UserError, match=r"401 .*no key"):
-            Server(url).replay(CHATS, 8)
+            ServerClient(url).replay(CHATS, 8)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_a_key_is_sent_and_a_refusal_is_a_users_error():
 )
 def test_what_is_no_chat_completion_is_a_users_error(reply):
     with fake(vllm, [reply]) as (url, _), pytest.raises(UserError, match="not OpenAI's API"):
-        Server(url).replay(CHATS, 8)
+        ServerClient(url).replay(CHATS, 8)
 
 
 def test_a_server_without_metrics_is_told_by_a_probe_and_the_flag_is_named():
     with fake(None) as (url, bodies), pytest.raises(UserError, match="404") as raised:
-        Server(url).probe()
+        ServerClient(url).probe()
     assert "--enable-metrics" in raised.value.remedy and "Start the server" not in raised.value.remedy
     assert bodies == []
     with fake(vllm) as (url, _):
-        Server(url).probe()
+        ServerClient(url).probe()
 
 
 @contextmanager
@@ -126,15 +126,15 @@ def saying(data: bytes):
 )
 def test_a_port_of_another_protocol_and_a_reply_cut_short_are_users_errors(data):
     with saying(data) as url, pytest.raises(UserError, match="does not answer"):
-        Server(url).probe()
+        ServerClient(url).probe()
 
 
 def test_nobody_answers_and_no_url_are_users_errors():
     with pytest.raises(UserError, match="does not answer"):
-        Server("http://127.0.0.1:9").replay(CHATS, 8)
+        ServerClient("http://127.0.0.1:9").replay(CHATS, 8)
     for url in ("localhost:8000", "http://", "http://localhost:port", "http://localhost:99999"):
         with pytest.raises(UserError, match="not a URL"):
-            Server(url)
+            ServerClient(url)
 
 
 TEXTS = [
@@ -146,11 +146,11 @@ OTHER_TEXTS = ["Light is scattered.", "1 2 3 4 5", "It is Paris."]
 PLAIN = [RequestOutput([1] * 12, [2], text, "length") for text in TEXTS]
 
 
-def reading(texts=TEXTS, length: float | None = 1.7, prompt=12, verifies=400, **changes) -> ServerReading:
+def reading(texts=TEXTS, length: float | None = 1.7, prompt=12, verifies=400, **changes) -> ServerResult:
     reach = ((length or 1.0) - 1, 0.0)
     known = {"is_gauge": False, "reach": reach, "num_verifies": verifies, "shape": SpecShape(2, 1, 3)}
     replies = [ServerReply(text, prompt, 50) for text in texts]
-    return ServerReading("vLLM", replies, length, **{**known, **changes})
+    return ServerResult("vLLM", replies, length, **{**known, **changes})
 
 
 def replay(length=1.7, verifies=400) -> Replay:

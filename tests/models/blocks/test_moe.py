@@ -9,7 +9,7 @@ from tiny_mixtures import MIXTURES, randomised, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.models.blocks.moe import Gate, MoE
-from eagle_kit.models.config_parts import MoEConfig
+from eagle_kit.models.layer_configs import MoEConfig
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.ops.experts import experts, pack_experts, reference
 
@@ -105,7 +105,7 @@ def test_experts_are_differentiable_on_a_cpu(work):
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_a_mixture_reads_nothing_on_the_host(scoring):
-    config = MoEConfig(8, 2, 16, 16, scoring=scoring, has_bias=True, num_groups=4, num_kept_groups=2)
+    config = MoEConfig(8, 2, 16, 16, scoring=scoring, has_bias=True, num_groups=4, num_topk_groups=2)
     with FakeTensorMode():
         mixture = MoE(32, config)
         assert mixture(torch.randn(5, 32)).shape == (5, 32)
@@ -127,7 +127,7 @@ def test_a_gate_without_groups_takes_the_most_likely():
 
 
 def test_a_group_counts_by_its_best_expert_or_with_a_bias_by_its_best_two():
-    one = {"num_groups": 4, "num_kept_groups": 1}
+    one = {"num_groups": 4, "num_topk_groups": 1}
     assert gate(**one).choose(LOGITS)[0].tolist() == [[0, 1]]
     assert sorted(gate(**one, has_bias=True, scoring="sigmoid").choose(LOGITS)[0][0].tolist()) == [2, 3]
 
@@ -142,7 +142,7 @@ def test_a_bias_chooses_and_does_not_weigh():
 
 
 def test_groups_of_one_expert_count_by_it():
-    biased = gate(has_bias=True, scoring="sigmoid", num_groups=8, num_kept_groups=3)
+    biased = gate(has_bias=True, scoring="sigmoid", num_groups=8, num_topk_groups=3)
     assert biased.choose(LOGITS)[0].tolist() == [[0, 7]]
 
 
@@ -165,7 +165,7 @@ def test_a_gate_in_bf16_chooses_by_sums_in_fp32():
 
 def test_experts_outside_the_kept_groups_are_never_chosen():
     """Two experts from one group of two, although biases make every score negative."""
-    biased = gate(has_bias=True, scoring="sigmoid", num_groups=4, num_kept_groups=1)
+    biased = gate(has_bias=True, scoring="sigmoid", num_groups=4, num_topk_groups=1)
     with torch.no_grad():
         biased.e_score_correction_bias.fill_(-9.0)
     assert sorted(biased.choose(LOGITS)[0][0].tolist()) == [2, 3]

@@ -16,11 +16,11 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.options import without_graphs
 from eagle_kit.models.blocks.recurrence import TextRecur
-from eagle_kit.models.bridge.attention import Attended
+from eagle_kit.models.bridge.attention import AttendHandler
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.load import load_bridged
 from eagle_kit.models.bridge.model import BridgedModel
-from eagle_kit.models.bridge.records import Probe
+from eagle_kit.models.bridge.records import RecordingHandler
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.models.targets.target import LogitForm
@@ -37,7 +37,7 @@ def save(model, folder, **changes):
 
 def logits(target, ids, capture=()):
     out = target(ids, torch.arange(len(ids)), target.causal(), capture)
-    return target.logits(out.hidden), out.aux
+    return target.logits(out.hidden), out.aux_hidden_states
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -72,7 +72,7 @@ def test_a_factor_of_logits_is_no_part_of_final_states(kind, tmp_path):
     mine = target(ids, torch.arange(40), target.causal(), (target.config.num_layers,))
     assert target.logit_form.scale != 1.0
     torch.testing.assert_close(mine.hidden, theirs.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(target.final_norm(mine.aux), mine.hidden, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(target.final_norm(mine.aux_hidden_states), mine.hidden, rtol=1e-5, atol=1e-5)
     probs = draft_vocab_probs(mine.hidden, target.head_weight, target.logit_form)
     torch.testing.assert_close(probs, theirs.logits[0].softmax(-1), rtol=1e-4, atol=1e-6)
     kept = torch.arange(0, 131, 3)
@@ -117,7 +117,7 @@ def test_the_last_state_and_the_final_norm_make_the_hidden_state(tmp_path):
         target = load_target(save(family_model(kind), tmp_path / kind))
         ids = torch.arange(3, 20)
         out = target(ids, torch.arange(17), target.causal(), (4,))
-        torch.testing.assert_close(target.final_norm(out.aux), out.hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(target.final_norm(out.aux_hidden_states), out.hidden, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_what_cannot_be_a_target_is_refused_with_its_name(kind, sizes, message):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
-def test_layers_that_mix_rows_are_found_by_the_gate(kind, tmp_path, monkeypatch):
+def test_layers_that_mix_rows_are_found_by_the_check(kind, tmp_path, monkeypatch):
     def over_rows(self, x, weight, bias):
         """What a model does by itself: every row reads those beside it."""
         return TextRecur().convolve(0, x, weight, bias)
 
     folder = save(family_model(kind), tmp_path, architectures=["AnotherForCausalLM"])
-    monkeypatch.setattr(Attended, "convolve", over_rows)
+    monkeypatch.setattr(AttendHandler, "convolve", over_rows)
     with pytest.raises(UserError, match="several texts in a forward than alone"):
         load_target(folder)
 
@@ -243,14 +243,14 @@ def test_weights_that_do_not_fit_are_named(folder):
         load_target(folder)
 
 
-def test_weights_that_give_no_numbers_are_found_by_the_gate(folder):
+def test_weights_that_give_no_numbers_are_found_by_the_check(folder):
     change_weights(folder, **{"model.layers.2.mlp.up_proj.weight": torch.full((64, 48), torch.nan)})
     with pytest.raises(UserError, match="they differ by nan"):
         load_target(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_pass_the_gate(folder, dtype):
+def test_half_types_pass_the_check(folder, dtype):
     assert load_target(folder, dtype).layers[0].mlp.up_proj.weight.dtype == dtype
 
 
@@ -302,7 +302,7 @@ def test_ends_that_are_not_clear_are_refused(folder):
 def test_a_limit_beyond_the_texts_of_the_gate_is_compared_by_masks(tmp_path, monkeypatch):
     folder = save(family_model("gpt_oss", sliding_window=400), tmp_path)
     load_target(folder)
-    monkeypatch.setattr(Probe, "_limits", lambda self, call: NO_LIMITS)
+    monkeypatch.setattr(RecordingHandler, "_limits", lambda self, call: NO_LIMITS)
     with pytest.raises(UserError, match="Layer 0 of GptOssForCausalLM attends to tokens from"):
         load_target(folder)
 

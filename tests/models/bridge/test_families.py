@@ -10,7 +10,7 @@ from tiny import tiny_head
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.drafts.base.draft_model import HeadDraftModel
 from eagle_kit.engine.llm import LLM
-from eagle_kit.models.bridge.gate import own_forward
+from eagle_kit.models.bridge.load_check import own_forward
 from eagle_kit.models.loading.loader import load_target
 
 QUICK = ("gemma2", "gpt_oss", "llama4_text", "qwen3_next", "falcon_h1")
@@ -52,7 +52,7 @@ def test_states_and_logits_of_packed_texts_are_those_of_transformers(target):
     ids = torch.cat((first, second))
     positions = torch.cat((torch.arange(23), torch.arange(9)))
     out = target(ids, positions, target.packed([(0, 23), (23, 32)]), layers)
-    states = out.aux.split(target.config.hidden_size, -1)
+    states = out.aux_hidden_states.split(target.config.hidden_size, -1)
     before = 0
     for text in (first, second):
         mine = slice(before, before + len(text))

@@ -183,7 +183,7 @@ def test_blocks_are_not_cut_apart(tmp_path):
         )
     want = logits(load_target(wide))
     for expert_parallel in (False, True):
-        found = run_ranks(2, of_a_rank, small, attends_whole=True, expert_parallel=expert_parallel)
+        found = run_ranks(2, of_a_rank, small, data_parallel_attention=True, expert_parallel=expert_parallel)
         for ours, shapes in found:
             torch.testing.assert_close(ours, want, atol=1e-3, rtol=1e-4)
             assert shapes == [(6, 128) if expert_parallel else (12, 64)] * 2

@@ -23,13 +23,13 @@ def test_logits_and_captured_states_equal_those_of_transformers(name, tmp_path):
         scale = want.logits.abs().max()
         assert scale > 1
         assert (logits - want.logits[0]).abs().max() < 2e-5 * scale
-        for i, state in enumerate(got.aux.chunk(layers, -1)):
+        for i, state in enumerate(got.aux_hidden_states.chunk(layers, -1)):
             expected = want.hidden_states[i][0]
             assert (state - expected).abs().max() < 2e-5 * expected.abs().max(), f"input of layer {i}"
 
 
 def test_states_of_a_packed_row_are_those_of_its_documents(tmp_path):
-    """Captured states of a packed row."""
+    """Captured states of a packed sequence."""
     randomised(DEEPSEEK["v3: YaRN"]).save_pretrained(tmp_path)
     target = load_target(tmp_path)
     ids = torch.randint(0, 271, (60,), generator=torch.Generator().manual_seed(0))
@@ -37,5 +37,5 @@ def test_states_of_a_packed_row_are_those_of_its_documents(tmp_path):
     found = capture_features(target, ids, doc_start, (1, 2, 4), torch.ones(60, dtype=torch.bool))
     with torch.no_grad():
         apart = [run(target, part, (1, 2, 4)) for part in ids.split((23, 37))]
-    assert (found.aux - torch.cat([out.aux for out in apart])).abs().max() < 1e-4
+    assert (found.aux_hidden_states - torch.cat([out.aux_hidden_states for out in apart])).abs().max() < 1e-4
     assert torch.equal(found.argmax, torch.cat([target.logits(out.hidden) for out in apart]).argmax(-1))

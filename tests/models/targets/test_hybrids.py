@@ -67,7 +67,7 @@ def test_packed_texts_have_the_logits_and_states_of_transformers(model, target):
     for rows, text in ((slice(0, 70), first), (slice(70, 79), second)):
         torch.testing.assert_close(logits[rows], exact_logits(model, text), rtol=1e-4, atol=1e-4)
         states = model.model(input_ids=text[None], use_cache=False, output_hidden_states=True).hidden_states
-        for layer, state in zip((0, 1, 2), out.aux[rows].split(48, -1), strict=False):
+        for layer, state in zip((0, 1, 2), out.aux_hidden_states[rows].split(48, -1), strict=False):
             torch.testing.assert_close(state, states[layer][0], rtol=1e-4, atol=1e-4)
     alone = target(first, torch.arange(70), target.causal())
     torch.testing.assert_close(target.logits(alone.hidden), logits[:70], rtol=1e-5, atol=1e-5)
@@ -121,7 +121,7 @@ def test_the_bridge_gives_the_same(model, target, tmp_path):
     assert bridged.config.cache == target.config.cache
     (ids,) = texts(40)
     mine, theirs = (each(ids, torch.arange(40), each.causal(), (1, 3)) for each in (target, bridged))
-    torch.testing.assert_close(mine.aux, theirs.aux, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine.aux_hidden_states, theirs.aux_hidden_states, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
         target.logits(mine.hidden), bridged.logits(theirs.hidden), rtol=1e-4, atol=1e-4
     )

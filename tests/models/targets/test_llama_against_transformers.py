@@ -112,7 +112,7 @@ def test_logits_and_captured_states_equal_those_of_transformers(family, tmp_path
     scale = want.logits.abs().max()
     assert scale > 1
     assert (logits - want.logits[0]).abs().max() < 2e-5 * scale
-    for i, state in enumerate(got.aux.chunk(layers, -1)):
+    for i, state in enumerate(got.aux_hidden_states.chunk(layers, -1)):
         expected = want.hidden_states[i][0]
         assert (state - expected).abs().max() < 2e-5 * expected.abs().max(), f"input of layer {i}"
     assert (got.hidden - want.hidden_states[-1][0]).abs().max() < 2e-5 * want.hidden_states[-1].abs().max()
@@ -136,6 +136,6 @@ def test_the_real_target_computes_what_transformers_computes():
         logits = ours.logits(got.hidden)
     assert (logits - want.logits[0]).abs().max() <= 2e-3
     assert torch.equal(logits.argmax(-1), want.logits[0].argmax(-1))
-    for i, state in zip((2, 15, 27), got.aux.chunk(3, -1), strict=True):
+    for i, state in zip((2, 15, 27), got.aux_hidden_states.chunk(3, -1), strict=True):
         expected = want.hidden_states[i][0]
         assert (state - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -5,7 +5,7 @@ import torch
 
 from eagle_kit.ops.attention.packed import packed_attention
 from eagle_kit.ops.attention.prefill import PrefillPlan, paged_prefill_attention, prefill_attention
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits, count_bits
 from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, window_attention
 from eagle_kit.ops.tree_build.masks import tree_mask
@@ -91,7 +91,7 @@ def test_windows(triton_device, backend, name, form):
         page_table=table.to(triton_device),
         page_size=PAGE,
         prefix_lens=torch.tensor(prefixes).to(triton_device),
-        first_slot=0,
+        first_position=0,
         scratch_start=start,
         scratch_stride=16,
         num_keys=keys,
@@ -191,7 +191,7 @@ def test_training_time_test_with_a_window(triton_device, backend, step):
     tokens, window, rows = 90, 12, torch.arange(5, 88, 2)
     doc_start = torch.zeros(tokens, dtype=torch.int64)
     doc_start[40:] = 40
-    plan = plan_rows(rows.to(triton_device), doc_start.to(triton_device), 16).within(window, step)
+    plan = plan_queries(rows.to(triton_device), doc_start.to(triton_device), 16).with_window(window, step)
     q, k, v = normal(len(rows), HEADS, SIZE), *normal(2, tokens, KV_HEADS, SIZE, seed=1)
     own_k, own_v = normal(2, len(rows), KV_HEADS, step, SIZE, seed=2)
     tensors = [x.to(triton_device).requires_grad_() for x in (q, k, v, own_k, own_v)]
@@ -229,7 +229,7 @@ def test_a_token_has_the_same_bits_in_a_chain_of_any_length(name):
             page_table=table,
             page_size=PAGE,
             prefix_lens=torch.tensor([prefix]),
-            first_slot=0,
+            first_position=0,
             scratch_start=1400,
             scratch_stride=16,
             num_keys=nodes,

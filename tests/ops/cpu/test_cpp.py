@@ -171,7 +171,7 @@ class Text:
             page_table=self.table,
             page_size=self.page_size,
             prefix_lens=torch.full((2,), prefix),
-            first_slot=0,
+            first_position=0,
             scratch_start=SCRATCH,
             scratch_stride=16,
             num_keys=count,
@@ -283,7 +283,7 @@ def test_latents_have_the_same_bits_in_any_window():
             page_table=torch.arange(50)[None],
             page_size=4,
             prefix_lens=torch.tensor([prefix]),
-            first_slot=0,
+            first_position=0,
             scratch_start=200,
             scratch_stride=8,
             num_keys=len(nodes),
@@ -383,9 +383,9 @@ def test_a_path_is_committed_as_by_the_reference(heads, two_threads):
 
 @needs_compiler
 @torch.no_grad()
-@pytest.mark.parametrize("first_slot", [0, 1, 3])
-def test_full_windows_unused_slots_and_queries_at_the_end_are_those_of_the_reference(first_slot):
-    generator = torch.Generator().manual_seed(first_slot)
+@pytest.mark.parametrize("first_position", [0, 1, 3])
+def test_full_windows_unused_slots_and_queries_at_the_end_are_those_of_the_reference(first_position):
+    generator = torch.Generator().manual_seed(first_position)
     k, v = drawn(2, 300, 24), drawn(2, 300, 24, seed=1)
     for nodes, keys in ((64, 64), (5, 9), (1, 64)):
         parents = torch.zeros(2, keys, dtype=torch.int64)
@@ -394,8 +394,8 @@ def test_full_windows_unused_slots_and_queries_at_the_end_are_those_of_the_refer
         plan = WindowPlan(
             page_table=torch.randperm(20, generator=generator).view(10, 2).t(),  # of other strides
             page_size=8,
-            prefix_lens=torch.tensor([first_slot, 71]),
-            first_slot=first_slot,
+            prefix_lens=torch.tensor([first_position, 71]),
+            first_position=first_position,
             scratch_start=160,
             scratch_stride=64,
             num_keys=keys,
@@ -412,12 +412,12 @@ def test_full_windows_unused_slots_and_queries_at_the_end_are_those_of_the_refer
 
 @needs_compiler
 @torch.no_grad()
-@pytest.mark.parametrize("first_slot", [0, 2])
+@pytest.mark.parametrize("first_position", [0, 2])
 @pytest.mark.parametrize("variant", [VARIANTS["plain"], VARIANTS["window, cap, sinks"]], ids=str)
-def test_prompts_are_those_of_the_reference(variant, first_slot):
+def test_prompts_are_those_of_the_reference(variant, first_position):
     text = Text(33)
     q = torch.cat((text.queries[0, :30], text.queries[1, 17:60]))
-    plan = PrefillPlan(text.table, PAGE, torch.tensor([0, 30, 73]), torch.tensor([0, 17]), first_slot, 43)
+    plan = PrefillPlan(text.table, PAGE, torch.tensor([0, 30, 73]), torch.tensor([0, 17]), first_position, 43)
     got = paged_prefill_attention(q, text.k, text.v, plan, variant)
     want = paged_prefill_attention(q, text.k, text.v, plan, variant, backend="reference")
     torch.testing.assert_close(got, want)
@@ -451,7 +451,7 @@ def test_groups_of_heads_that_no_number_of_rows_is_a_multiple_of(group):
         page_table=torch.randperm(20, generator=torch.Generator().manual_seed(1)).view(2, 10),
         page_size=8,
         prefix_lens=torch.tensor([3, 71]),
-        first_slot=0,
+        first_position=0,
         scratch_start=160,
         scratch_stride=64,
         num_keys=count,
@@ -584,7 +584,7 @@ def test_without_them_the_engine_says_the_same(monkeypatch):
 
 def test_cpp_is_refused_where_it_is_not_at_hand(monkeypatch):
     monkeypatch.setattr(cpp, "available", lambda: False)
-    with pytest.raises(UserError, match="not at hand"):
+    with pytest.raises(UserError, match="not available"):
         rms_norm(drawn(3, 8), drawn(8), 1e-5, backend="cpp")
 
 

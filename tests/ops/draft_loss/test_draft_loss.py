@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.ops.draft_loss import NEEDS_MASS, linear_draft_loss
-from eagle_kit.ops.soft_cross_entropy import Teacher, carried
+from eagle_kit.ops.soft_cross_entropy import Teacher, attach_gradient
 
 ROWS, VD, V, SIZE, POSITIONS, ETA = 101, 257, 401, 23, 57, 2.5
 LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
@@ -90,7 +90,7 @@ def test_blocks_that_share_one_gradient_of_the_weight_have_that_of_all_rows(loss
         )
         assert torch.autograd.grad(part.loss, w, retain_graph=True, allow_unused=True) == (None,)
         total = total + part.loss
-    total = total + carried(w, gathered)
+    total = total + attach_gradient(w, gathered)
     torch.testing.assert_close(total, whole.loss)
     for ours, theirs in zip(torch.autograd.grad(total * 2, (h, w)), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -232,7 +232,7 @@ def test_weights_side_by_side_are_one_and_a_frozen_one_costs_no_gradient(loss):
     expected = torch.autograd.grad(whole.loss, (h, w))
     frozen, learned = w[:, :16].detach(), w[:, 16:].detach().requires_grad_()
     parts = linear_draft_loss(
-        h, (frozen, learned), given, loss=loss, chunk_rows=7, group_rows=20, tells_acceptance=True
+        h, (frozen, learned), given, loss=loss, chunk_rows=7, group_rows=20, returns_acceptance=True
     )
     assert whole.acceptance is None and frozen.grad is None
     torch.testing.assert_close(parts.loss, whole.loss)

@@ -214,7 +214,7 @@ def test_an_abort_of_a_text_that_cannot_be_made_ends_the_request(models):
     engine.add_request(bad)
     while len(bad.token_ids) < 3:
         engine.step()
-    assert bad.stream.num_read == 0, "nobody reads"
+    assert bad.stream.num_decoded == 0, "nobody reads"
     engine.abort(bad)
     assert bad.finish_reason == "error" and engine.num_running == 0 and len(bad.token_ids) >= 3
     engine.drain()

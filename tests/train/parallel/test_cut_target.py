@@ -23,11 +23,11 @@ from eagle_kit.train.run.state_source import state_source
 
 LAYERS = (1, 2, 3)
 LENGTHS = ((37, 1, 20), (11, 50), (64,), (5, 5, 5, 5))
-"""Of the documents in the packed row of each process."""
+"""Of the documents in the packed sequence of each process."""
 
 
 def row(rank: int) -> Any:
-    """What a source reads of a packed row."""
+    """What a source reads of a packed sequence."""
     generator = torch.Generator().manual_seed(rank)
     lengths = LENGTHS[rank]
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
@@ -81,7 +81,7 @@ def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(
     for rank, (found, held) in enumerate(run_ranks(size, capture_cut, folder)):
         mine = row(rank)
         expected = capture_features(whole, mine.ids, mine.doc_start, LAYERS, mine.plan.teacher_positions)
-        torch.testing.assert_close(found.aux, expected.aux, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.aux_hidden_states, expected.aux_hidden_states, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
         assert found.argmax.equal(expected.argmax) and (found.argmax >= 0).any()
         if kind == "llama" and size == 2:  # where heads divide by processes nothing is held twice

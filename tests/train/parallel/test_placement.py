@@ -50,7 +50,9 @@ def test_layers_that_are_placed_give_the_same_states(tmp_path: Path) -> None:
     placed.place_layers([torch.device("cpu")] * 5)
     ids = torch.arange(7)
     whole, apart = (model(ids, ids, attend, (1, 3)) for model in (target, placed))
-    assert torch.equal(whole.hidden, apart.hidden) and torch.equal(whole.aux, apart.aux)
+    assert torch.equal(whole.hidden, apart.hidden) and torch.equal(
+        whole.aux_hidden_states, apart.aux_hidden_states
+    )
 
 
 def test_every_process_of_a_machine_spreads_over_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

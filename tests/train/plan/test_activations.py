@@ -18,7 +18,7 @@ from eagle_kit.drafts.p_eagle.head import PEagleConfig, PEagleHead
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.objective.loss import LOSS_BLOCK, TTTBatch
 from eagle_kit.objective.row_drop import RowDrop
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import TargetFeatures
 from eagle_kit.objective.ttt import run_steps, ttt_forward_backward
 from eagle_kit.ops.backend import triton_available, use
@@ -57,7 +57,7 @@ class Row:
         if config.block_rows(steps):  # anchors have gaps between them
             every = RowDrop(RowSampling(most=tokens // 8), seed=0, step=0)
             drop = every.sampling.shares(steps), every.uniforms([0], [tokens]), every.sampling.most
-        self.plan = plan_row(reply, torch.zeros_like(reply), steps, "serving", *drop)
+        self.plan = make_row_plan(reply, torch.zeros_like(reply), steps, "serving", *drop)
 
         def random(rows, size):
             return torch.randn(rows, size, generator=generator).to(dtype)

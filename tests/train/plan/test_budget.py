@@ -5,9 +5,9 @@ import math
 import pytest
 
 from eagle_kit.train.plan import budget
-from eagle_kit.train.plan.budget import Phase, Rates, expected_accept_lengths, learning_rate, plan_budget
+from eagle_kit.train.plan.budget import Phase, TokenRates, expected_accept_lengths, learning_rate, plan_budget
 
-RATES = Rates(replies=300.0, training=500.0, kept=1100.0)
+RATES = TokenRates(replies=300.0, training=500.0, kept=1100.0)
 
 
 def seconds_of(plan, rates):
@@ -37,7 +37,7 @@ def test_without_room_for_states_rows_are_seen_once():
 
 
 def test_more_replies_than_can_be_gone_through_are_seen_in_part():
-    rates = Rates(1e6, RATES.training, RATES.kept)
+    rates = TokenRates(1e6, RATES.training, RATES.kept)
     plan = plan_budget(12 * 3600.0, 120.0, rates, math.inf)
     assert seconds_of(plan, rates) == pytest.approx(plan.training_s, rel=0.02)
     assert plan_budget(12 * 3600.0, 120.0, rates, 2 * plan.tokens) == plan, (

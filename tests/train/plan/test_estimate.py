@@ -14,8 +14,8 @@ from eagle_kit.drafts.p_eagle.head import PEagleConfig
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.plan.costs import (
-    Costs,
-    Layout,
+    ProcessLayout,
+    RunCosts,
     Workload,
     capture_flops,
     data_workload,
@@ -61,7 +61,7 @@ def estimate(num_captures: int = 0, store: str | None = None, judge: int = 200, 
         flops_per_s=1e9,
         free_disk=1e12,
     )
-    costs = Costs(config, TARGET, Eagle3Config.for_target(TARGET, 64), is_gpu=False)
+    costs = RunCosts(config, TARGET, Eagle3Config.for_target(TARGET, 64), is_gpu=False)
     return make_estimate(costs, session, num_processes=2)
 
 
@@ -209,7 +209,7 @@ def test_checkpoints_that_are_kept_and_the_average_of_weights_are_counted(keep_l
 def test_a_head_is_counted_by_its_sharding() -> None:
     """Weight, gradient and two moments in fp32; ZeRO has another copy of the weights in shards, and where the
     weights are shards a whole one is gathered."""
-    found = {name: Layout(4, "whole", name).head_bytes for name in ("none", "fsdp2", "zero2", "zero3")}
+    found = {name: ProcessLayout(4, "whole", name).head_bytes for name in ("none", "fsdp2", "zero2", "zero3")}
     assert found == {"none": 16, "fsdp2": 4 + 4, "zero2": 4 + 4 + 12 / 4, "zero3": 4 + 20 / 4}
 
 

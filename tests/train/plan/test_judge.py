@@ -17,7 +17,7 @@ from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.train.parallel.placement import between_whole_ends, load_cut
-from eagle_kit.train.plan.costs import Costs, Layout
+from eagle_kit.train.plan.costs import ProcessLayout, RunCosts
 from eagle_kit.train.run.judge import Judge
 from eagle_kit.train.run.setup import TrainingComponents
 
@@ -84,7 +84,7 @@ def planned(target: TargetConfig, head: DraftHead, placement: str, size: int = S
         training={"target_placement": placement, "precision": "float32"},
         judge=JUDGE,
     )
-    return Costs(config, target, head.config, is_gpu=False).memory(Layout(size, "sharded"), 64, 64)
+    return RunCosts(config, target, head.config, is_gpu=False).memory(ProcessLayout(size, "sharded"), 64, 64)
 
 
 @pytest.mark.parametrize(

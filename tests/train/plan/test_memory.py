@@ -12,7 +12,7 @@ import torch
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import TargetFeatures
 from eagle_kit.objective.ttt import ttt_forward
 
@@ -74,7 +74,7 @@ def rows_of(length: int, supervised: int) -> tuple[torch.Tensor, torch.Tensor]:
 def one_step(
     head: Eagle3Head, reply: torch.Tensor, doc_start: torch.Tensor, *, recompute: bool, steps: int = 2
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward over one packed row; the gradients."""
+    """Forward and backward over one packed sequence; the gradients."""
     generator = torch.Generator().manual_seed(1)
     length, size = len(reply), head.config.hidden_size
     embed, target_head = (
@@ -87,7 +87,7 @@ def one_step(
         torch.randn(length, size, generator=generator),
         torch.randint(96, (length,), generator=generator),
     )
-    plan = plan_row(reply, doc_start, steps)
+    plan = make_row_plan(reply, doc_start, steps)
     weights = [torch.full(rows.shape, 1.0 / max(1, len(rows))) for rows in plan.rows]
     out = ttt_forward(head, TTTBatch(ids, plan, weights, features, embed, target_head), recompute=recompute)
     out.loss.backward()
@@ -151,7 +151,7 @@ def test_checkpointed_steps_keep_less() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_attention_keeps_no_scores_in_any_form(backend: Literal["cpu", "reference"]) -> None:
     """Twice the row, twice the bytes: with scores or masks it would be four times."""
-    from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+    from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 
     def kept(length: int) -> int:
         seen: dict[int, int] = {}
@@ -163,7 +163,7 @@ def test_attention_keeps_no_scores_in_any_form(backend: Literal["cpu", "referenc
             seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        plan = plan_rows(torch.arange(length), doc_start)
+        plan = plan_queries(torch.arange(length), doc_start)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             ttt_attention(q, k, v, own, own, plan, 0.3, backend=backend).sum().backward()
         return sum(seen.values())

@@ -17,7 +17,7 @@ from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.loading.known_targets import KNOWN_TARGETS
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.__main__ import main
-from eagle_kit.train.plan.plan import SUPERVISED_SHARE, USABLE, UTILISATION, Planner
+from eagle_kit.train.plan.plan import SUPERVISED_SHARE, USABLE, UTILISATION, GpuPlanner
 from eagle_kit.train.plan.report import make_planner, report, table
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -28,7 +28,7 @@ RECIPES = sorted(
 )
 
 
-def planner_of(name: str, gpu: str = "h100-80g", *overrides: str) -> Planner:
+def planner_of(name: str, gpu: str = "h100-80g", *overrides: str) -> GpuPlanner:
     return make_planner(str(CONFIGS / f"{name}.yaml"), overrides, gpu)
 
 

@@ -186,8 +186,8 @@ def test_fc_is_counted_once_and_at_every_step():
     config = Eagle1Config(48, 6, 2, 8, 100, 331, 1e-5, 1e4, None)
     sizes = head_sizes(config)
     assert (sizes.fuse, sizes.num_layers) == (0, 1)
-    assert sizes.before == 2 * 48 * 48 + 48 * 80 and sizes.behind == 48 * 48 + 3 * 48 * 100
-    assert sizes.total == sizes.before + sizes.behind + 48 + 48 and sizes.output == 331 * 48
+    assert sizes.before == 2 * 48 * 48 + 48 * 80 and sizes.after == 48 * 48 + 3 * 48 * 100
+    assert sizes.total == sizes.before + sizes.after + 48 + 48 and sizes.output == 331 * 48
 
 
 def test_the_shipped_config_is_the_published_recipe():

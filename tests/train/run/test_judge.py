@@ -53,7 +53,7 @@ def trained_head(target: LlamaModel) -> Eagle3Head:
     )
     head = tiny_head(target, draft_vocab_size=110)
     with torch.no_grad():
-        head.lm_head.weight.copy_(target.head_weight[head.target_ids])
+        head.lm_head.weight.copy_(target.head_weight[head.token_map])
     schedule = Schedule.from_config(config.training, len(data))
     stepper = Stepper(
         config, make_accelerator(config), TrainingComponents(target, Path(), "", None, data), head, schedule

@@ -289,7 +289,7 @@ def test_a_vocabulary_map_comes_from_a_file_and_another_tokenizer_s_is_refused(
     assert "has 30 tokens, but head.draft_vocab_size is 250" in capsys.readouterr().err
     assert run(*few, "head.draft_vocab_size=30", "data.limit=20") == 0
     head = load_draft(run.output / "step-1")
-    assert torch.equal(head.t2d[:259].nonzero()[:, 0], head.target_ids) and len(head.target_ids) == 30
+    assert torch.equal(head.t2d[:259].nonzero()[:, 0], head.token_map) and len(head.token_map) == 30
     tokenizer = run.folder / "target" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|nothing|>"))
     assert run(*few, "head.draft_vocab_size=30", f"output_dir={run.folder / 'other'}") == 2

@@ -8,12 +8,12 @@ import pytest
 
 from eagle_kit.config.train import DataConfig, SourceConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.run.order import DataOrder, Part, parts_of
+from eagle_kit.train.run.order import DataOrder, DataPart, parts_of
 
 STEPS, SIZE = 250, 4
 
 
-def order_of(*parts: Part, seed: int = 1) -> DataOrder:
+def order_of(*parts: DataPart, seed: int = 1) -> DataOrder:
     return DataOrder(parts, SIZE, seed, STEPS)
 
 
@@ -25,7 +25,7 @@ def taken(order: DataOrder, steps: range = range(STEPS)) -> np.ndarray:
 
 
 def test_any_stretch_has_the_shares_of_the_weights() -> None:
-    order = order_of(Part(0, 30, weight=1.0), Part(30, 7, weight=3.0), Part(37, 400, weight=6.0))
+    order = order_of(DataPart(0, 30, weight=1.0), DataPart(30, 7, weight=3.0), DataPart(37, 400, weight=6.0))
     for first in (0, 100, 200):
         counts = np.bincount(taken(order, range(first, first + 25)), minlength=3)
         assert np.abs(counts - [10, 30, 60]).max() <= 3
@@ -33,7 +33,7 @@ def test_any_stretch_has_the_shares_of_the_weights() -> None:
 
 
 def test_every_part_goes_through_all_its_rows_before_it_repeats_one() -> None:
-    order = order_of(Part(0, 30), Part(30, 13, weight=2.0))
+    order = order_of(DataPart(0, 30), DataPart(30, 13, weight=2.0))
     rows = np.array([row for step in range(STEPS) for row in order.rows_of_step(step)])
     for first, count in ((0, 30), (30, 13)):
         mine = rows[(rows >= first) & (rows < first + count)]
@@ -44,7 +44,9 @@ def test_every_part_goes_through_all_its_rows_before_it_repeats_one() -> None:
 
 def test_a_phase_bounds_when_a_part_is_drawn() -> None:
     order = order_of(
-        Part(0, 50, phase=(0.0, 0.6)), Part(50, 50, phase=(0.4, 1.0)), Part(100, 9, phase=(0.5, 0.7))
+        DataPart(0, 50, phase=(0.0, 0.6)),
+        DataPart(50, 50, phase=(0.4, 1.0)),
+        DataPart(100, 9, phase=(0.5, 0.7)),
     )
     found = taken(order)
     at = [np.flatnonzero(found == part) / len(found) for part in range(3)]
@@ -54,7 +56,9 @@ def test_a_phase_bounds_when_a_part_is_drawn() -> None:
 
 
 def test_rows_are_drawn_no_more_often_than_they_may_and_others_take_their_share() -> None:
-    order = order_of(Part(0, 10, weight=9.0, max_rows=25), Part(10, 20), Part(30, 20, max_rows=40))
+    order = order_of(
+        DataPart(0, 10, weight=9.0, max_rows=25), DataPart(10, 20), DataPart(30, 20, max_rows=40)
+    )
     counts = np.bincount(taken(order))
     assert counts.tolist() == [25, 1000 - 65, 40]
     assert order.num_drawn() == counts.tolist()
@@ -63,14 +67,17 @@ def test_rows_are_drawn_no_more_often_than_they_may_and_others_take_their_share(
 
 
 def test_a_schedule_that_asks_for_more_than_there_is_is_refused() -> None:
-    parts = [Part(0, 10, max_rows=20, name="a"), Part(10, 30, phase=(0.0, 0.5), max_rows=30, name="b")]
+    parts = [
+        DataPart(0, 10, max_rows=20, name="a"),
+        DataPart(10, 30, phase=(0.0, 0.5), max_rows=30, name="b"),
+    ]
     with pytest.raises(UserError, match=r"After step 12 of 250 .*: a, b gave all") as error:
         order_of(*parts)
     assert "max_repeats" in error.value.remedy
 
 
 def test_an_order_is_a_function_of_seed_and_step_and_processes_share_it() -> None:
-    parts = (Part(0, 30, weight=2.0, phase=(0.0, 0.8)), Part(30, 13, max_rows=700))
+    parts = (DataPart(0, 30, weight=2.0, phase=(0.0, 0.8)), DataPart(30, 13, max_rows=700))
     order, again = order_of(*parts), order_of(*parts)
     last = again.rows_of_step(200)
     assert [order.rows_of_step(step) for step in range(201)][-1] == last
@@ -92,8 +99,8 @@ def test_parts_of_a_mixture_are_drawn_by_tokens_and_as_often_as_their_rows_may_b
     ]
     data: Any = SimpleNamespace(parts=held)
     assert parts_of(DataConfig(mix=sources), data) == [
-        Part(0, 7, 0.3, (0.0, 0.5), 10, "short"),
-        Part(7, 20, 0.01, (0.25, 1.0), None, "long"),
+        DataPart(0, 7, 0.3, (0.0, 0.5), 10, "short"),
+        DataPart(7, 20, 0.01, (0.25, 1.0), None, "long"),
     ]
     data = SimpleNamespace(parts=held[:1])
     with pytest.raises(UserError, match="data.mix has 2 sources, and the rows were packed of 1"):
@@ -101,7 +108,7 @@ def test_parts_of_a_mixture_are_drawn_by_tokens_and_as_often_as_their_rows_may_b
 
 
 def test_a_step_that_takes_the_last_row_of_any_part_ends_a_pass() -> None:
-    order = order_of(Part(0, 30), Part(30, 13, weight=2.0))
+    order = order_of(DataPart(0, 30), DataPart(30, 13, weight=2.0))
     found = taken(order)
     counts = [0, 0]
     ends = []
@@ -113,7 +120,7 @@ def test_a_step_that_takes_the_last_row_of_any_part_ends_a_pass() -> None:
 
 
 def test_one_part_alone_is_one_permutation_a_pass() -> None:
-    order = DataOrder([Part(0, 11)], 1, 5, 44)
+    order = DataOrder([DataPart(0, 11)], 1, 5, 44)
     seeds = np.random.SeedSequence([5, 2])
     expected = np.random.Generator(np.random.PCG64(seeds)).permutation(11).tolist()
     assert [order.rows_of_step(step)[0] for step in range(22, 33)] == expected

@@ -128,7 +128,7 @@ def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(reported
         assert row["accept_length"][shape] >= 1 + sum(reached) - 4 / verifies
     assert row["simulated_acceptance_per_position"]["3,1,4"] == row["acceptance_per_position"]["3,1,4"]
     assert set(row["simulated_acceptance_per_position"]) == {"3,1,4"}
-    sayable = set(load_draft(reported.folder / "step-20").target_ids.tolist())
+    sayable = set(load_draft(reported.folder / "step-20").token_map.tolist())
     assert len(sayable) == 60
     said = [token for reply in reported.replies for token in reply]
     assert row["vocab_coverage"] == sum(token in sayable for token in said) / len(said)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,37 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
     straight = str(run.folder / "straight")
     assert run("--max-steps", str(done + 3), f"output_dir={straight}") == 0
     assert run.metrics() == run.metrics("straight")
+
+
+@pytest.mark.parametrize("arrives", ["before", "during"])
+def test_a_signal_is_answered_with_the_validation_that_is_due(
+    make_run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arrives: str
+) -> None:
+    from eagle_kit.core.stats import SpecStats
+    from eagle_kit.train.run import judge
+    from eagle_kit.train.run.step import Stepper
+
+    make_step = Stepper.step
+
+    def step(self: Stepper, state: Any) -> Any:
+        if arrives == "before" and state.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return make_step(self, state)
+
+    def judged(self: judge.Judge, head: object) -> judge.Judgement:
+        if arrives == "during":
+            os.kill(os.getpid(), signal.SIGINT)
+        return judge.Judgement({"3,1,4": SpecStats(10, 12)}, {}, 0)
+
+    monkeypatch.setattr(Stepper, "step", step)
+    monkeypatch.setattr(judge.Judge, "judge", judged)
+    run = make_run(judge={"every": 2}, training={"max_steps": 9})
+    assert run() == 130
+    assert len(run.metrics()) == 2
+    said = capsys.readouterr().err
+    assert ("this step is finished and saved first" in said) == (arrives == "before")
+    assert ("the validation of this step is finished" in said) == (arrives == "during")
+    assert ("The validation that is due after step 2 runs first." in said) == (arrives == "before")
 
 
 def test_a_second_trainer_is_refused_until_the_first_is_dead(

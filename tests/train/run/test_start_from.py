@@ -46,7 +46,7 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
     assert main([str(config), *settings, "--max-steps", "2"]) == 0
     assert main([str(config), *settings, "--resume"]) == 0
     old, new = load_draft(trained / "head"), load_draft(tmp_path / "run" / "step-4")
-    assert torch.equal(new.target_ids, old.target_ids)
+    assert torch.equal(new.token_map, old.token_map)
     assert new.config.intermediate_size == old.config.intermediate_size == 80
     largest = max((p - q).abs().max().item() for p, q in zip(new.parameters(), old.parameters(), strict=True))
     assert 0 < largest < 1e-3, "four small steps away"
@@ -171,7 +171,7 @@ def test_it_begins_as_the_last_layer_of_the_target(deep_enough, tmp_path):
     ("head", "said"),
     [
         (["head.init=checkpoint"], "input should be 'auto', 'last-layer' or 'random'"),
-        (["head.init=last-layer", "head.intermediate_size=16"], "has not the parts and sizes of the head's"),
+        (["head.init=last-layer", "head.intermediate_size=16"], "does not have the parts and sizes"),
     ],
 )
 def test_beginnings_that_cannot_be_had_are_refused(deep_enough, tmp_path, capsys, head, said):

@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.ops.backend import use
@@ -57,7 +57,7 @@ class Step:
         reply = torch.full_like(doc_start, -1)
         reply[5:12], reply[15:20], reply[24:] = 0, 1, 2
         self.ids = torch.randint(0, 131, (LENGTH,), generator=torch.Generator().manual_seed(5)).to(device)
-        self.plan = plan_row(reply.to(device), doc_start.to(device), STEPS)
+        self.plan = make_row_plan(reply.to(device), doc_start.to(device), STEPS)
         self.weights = [torch.full((n,), 0.8**k / n, device=device) for k, n in enumerate(self.plan.counts)]
 
     def capture(self, backend):
@@ -85,7 +85,7 @@ class Step:
                     self.weights,
                     features,
                     self.target.embed_tokens.weight,
-                    self.target.head_weight[self.head.target_ids],
+                    self.target.head_weight[self.head.token_map],
                 ),
             )
         return result, {name: parameter.grad for name, parameter in self.head.named_parameters()}
@@ -104,7 +104,9 @@ def test_a_step_in_triton_is_the_step_in_torch(triton_device, calls):
     features = step.capture("triton")
     result, grads = step.train("triton", features)
     assert calls == CALLS
-    torch.testing.assert_close(features.aux, wanted_features.aux, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        features.aux_hidden_states, wanted_features.aux_hidden_states, rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(features.argmax, wanted_features.argmax)
     assert float(result.loss) == pytest.approx(float(wanted.loss), rel=1e-6)
     torch.testing.assert_close(result.losses, wanted.losses, rtol=1e-5, atol=1e-5)

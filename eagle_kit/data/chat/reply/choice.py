@@ -23,7 +23,7 @@ from eagle_kit.data.chat.reply.parts import Call, ReplyReader, read_reply
 from eagle_kit.data.chat.reply.tags import (
     END_THINK,
     THINK,
-    BoundReader,
+    ConstrainedReader,
     TagReader,
     closes_thought,
     opens_thought,
@@ -64,7 +64,7 @@ TOOL: Tool = {
 CALL = Call("eaglekitprobe", {"x": "y"})
 
 
-class BoundReply(NamedTuple):
+class ConstrainedReply(NamedTuple):
     """Reading of a reply whose answer must match a grammar.
 
     Attributes:
@@ -115,7 +115,7 @@ class ReplyForms:
         tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         return _reader(self.reasoning, calls, tail, tools)
 
-    def bound(self, prompt_ids: Sequence[int]) -> BoundReply:
+    def constrained(self, prompt_ids: Sequence[int]) -> ConstrainedReply:
         """Choose the reading of a reply to a prompt whose answer must match a grammar. Grammars have no
         markers of calls.
 
@@ -125,15 +125,15 @@ class ReplyForms:
         if form == CHECKPOINT:
             form = _probe_thoughts(self.renderer)
         if form is None:
-            return BoundReply()
+            return ConstrainedReply()
         tail = self.renderer.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         thought = self._thought(form, tail)
         if thought is None:
-            return BoundReply()
-        make_reader: Callable[[], ReplyReader] = partial(BoundReader, is_opened=thought.opener is None)
+            return ConstrainedReply()
+        make_reader: Callable[[], ReplyReader] = partial(ConstrainedReader, is_opened=thought.opener is None)
         if form == HARMONY:
             make_reader = partial(_reader, form, None, tail, ())
-        return BoundReply(thought, make_reader, ReplyForms(self.renderer, form).shown_tokens(False))
+        return ConstrainedReply(thought, make_reader, ReplyForms(self.renderer, form).shown_tokens(False))
 
     def _thought(self, form: str, prompt: str) -> Thought | None:
         """Bounds of the reasoning in a reply to ``prompt``; None if there is none."""

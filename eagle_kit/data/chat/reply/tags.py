@@ -230,7 +230,7 @@ class TagReader:
             self._follows_call = False
 
 
-class BoundReader(TagReader):
+class ConstrainedReader(TagReader):
     """Reader of replies whose answer must match a grammar: everything after the thought is content, white
     space included.
 

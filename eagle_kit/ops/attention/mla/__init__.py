@@ -34,7 +34,7 @@ def mla_window_attention(
         rows: ``[R, D]``, the store of one layer, this window's keys included, in the dtype of ``q`` or fp8,
             whose values are multiplied by ``kv_scale``.
         plan: location and visibility of the keys.
-        scale: of the scores, that of the full heads: ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``.
+        scale: factor of the scores, ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`` of the full heads.
         latent_dim: L. For Triton, L and D - L are powers of two, L at least 64 and D - L at least 16.
 
     Returns:
@@ -49,7 +49,7 @@ def mla_window_attention(
         return compiled.window_attention(q, rows[None], values, plan, as_variant(scale))
     if plan.is_recorded_whole(backend):
         out: torch.Tensor = torch.ops.eagle_kit_cpu.mla_window_attention(
-            q, rows, plan.number, scale, kv_scale, latent_dim
+            q, rows, plan.record_columns(), scale, kv_scale, latent_dim
         )
         return out
     columns = reference_columns(plan, q, backend)
@@ -57,13 +57,20 @@ def mla_window_attention(
 
 
 def _recorded(
-    q: torch.Tensor, rows: torch.Tensor, number: torch.Tensor, scale: float, kv_scale: float, latent_dim: int
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    columns_key: torch.Tensor,
+    scale: float,
+    kv_scale: float,
+    latent_dim: int,
 ) -> torch.Tensor:
-    return reference.mla_window_attention(q, rows, columns_of(number), scale, kv_scale, latent_dim)
+    """:func:`mla_window_attention` as one recorded operation, with the columns of
+    :meth:`WindowPlan.record_columns`."""
+    return reference.mla_window_attention(q, rows, columns_of(columns_key), scale, kv_scale, latent_dim)
 
 
 library.define(
-    "mla_window_attention(Tensor q, Tensor rows, Tensor number, float scale, float kv_scale, int latent_dim) "
-    "-> Tensor"
+    "mla_window_attention(Tensor q, Tensor rows, Tensor columns_key, float scale, float kv_scale, "
+    "int latent_dim) -> Tensor"
 )
 library.impl("mla_window_attention", _recorded, "CPU")

@@ -1,8 +1,8 @@
 """Adapter: the plan / run contract of FlashInfer's ``BatchMLAPagedAttentionWrapper`` over our operation.
 
-Keys of a request are pages named by ``kv_indices``, its queries are the last of its keys, packed over the
-batch by ``qo_indptr``; a layer's latents and RoPE parts are two caches. :class:`BatchMLAPagedAttention` and
-FlashInfer's wrapper can stand in for each other where no tree is asked for: hence the arguments of ``plan``.
+The pages of a request are named by ``kv_indices``. Its queries are the last of its keys, packed over the
+batch by ``qo_indptr``. A layer's latents and RoPE parts are two caches. :class:`BatchMLAPagedAttention` has
+the arguments of FlashInfer's wrapper, so that either can be used for chains; trees are an addition.
 :func:`draft_extend_arrays`, :func:`draft_arrays` and :func:`verify_arrays` make the arrays of EAGLE's phases;
 ``docs/mla.md`` has an example.
 
@@ -22,9 +22,11 @@ from eagle_kit.ops.backend import Backend
 
 
 class PlanArrays(NamedTuple):
-    """The first four arguments of ``plan``, int32, and ``causal``: queries of request b are rows
-    ``qo_indptr[b]`` to ``qo_indptr[b + 1]``, its pages those entries of ``kv_indices``, and it has
-    ``kv_len_arr[b]`` keys."""
+    """The first four arguments of ``plan``, int32, and ``causal``.
+
+    The queries of request b are rows ``qo_indptr[b] .. qo_indptr[b + 1] - 1``, its pages are the entries
+    ``kv_indptr[b] .. kv_indptr[b + 1] - 1`` of ``kv_indices``, and it has ``kv_len_arr[b]`` keys.
+    """
 
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
@@ -73,9 +75,11 @@ def _indptr(counts: torch.Tensor) -> torch.Tensor:
 
 
 class _Windows(NamedTuple):
-    """A batch cut into W windows of N queries, at most 64: ``shape`` is (W, N). ``queries`` int64 ``[W, N]``
-    are the packed rows of each, the last one repeated where there are fewer; ``place`` int64 ``[T]`` is the
-    way back."""
+    """A batch cut into W windows of N queries, at most 64.
+
+    ``shape`` is (W, N). ``queries`` int64 ``[W, N]`` are the packed rows of each window, the last one
+    repeated where there are fewer. ``place`` int64 ``[T]`` is the entry of ``queries`` of each packed row.
+    """
 
     shape: tuple[int, int]
     queries: torch.Tensor
@@ -86,9 +90,9 @@ class BatchMLAPagedAttention:
     """MLA attention of packed queries over paged caches.
 
     ``run`` reads nothing on the host and can be captured in a CUDA graph, which keeps the plan it was
-    captured with; ``plan``, like FlashInfer's, reads its arrays on the host. Where the two caches are views
-    of one ``[P, page_size, L + R]`` (latents first) rows are read in place; otherwise ``run`` puts the pages
-    in use together first.
+    captured with; ``plan``, like FlashInfer's, reads its arrays on the host. Rows are read in place if the
+    two caches are views of one ``[P, page_size, L + R]``, latents first; otherwise ``run`` first copies the
+    pages in use into such a tensor.
 
     Args:
         backend: of the operation; None takes Triton on a GPU.
@@ -124,12 +128,15 @@ class BatchMLAPagedAttention:
             sm_scale: of the scores, that of the full heads.
             kv_data_type: of the caches, that of the queries or fp8; the default is that of the queries.
             ancestors: in place of ``causal`` for trees: int64 ``[T]``, bit j set where a query sees key j of
-                its request's window; it sees all that lies before. At most 64 queries a request.
+                its request's window; it sees all keys before the window. At most 64 queries a request.
 
         Raises:
             UserError: arrays that contradict each other.
         """
-        starts, pages, lens = qo_indptr.tolist(), kv_indptr.tolist(), kv_len_arr.tolist()
+        # Check the arrays.
+        starts = qo_indptr.tolist()
+        pages = kv_indptr.tolist()
+        lens = kv_len_arr.tolist()
         counts = [end - start for start, end in pairwise(starts)]
         if starts[0]:
             raise UserError(f"qo_indptr begins with {starts[0]}.", "Let it begin with 0.")
@@ -140,43 +147,49 @@ class BatchMLAPagedAttention:
             )
         device = kv_indices.device
         self._shape = (starts[-1], num_heads, head_dim_ckv, head_dim_kpe)
-        self._scale, self._dtypes = sm_scale, (q_data_type, kv_data_type or q_data_type)
+        self._scale = sm_scale
+        self._dtypes = (q_data_type, kv_data_type or q_data_type)
 
-        # (request, first query, queries, keys that its last query sees)
-        windows = [
-            (b, starts[b] + first, size, (lens[b] - count + first + size) if causal else lens[b])
-            for b, count in enumerate(counts)
-            for first in range(0, count, MAX_WINDOW)
-            for size in (min(MAX_WINDOW, count - first),)
-        ]
+        # Cut the queries of each request into windows: (request, first query, number of queries, number of
+        # keys that the last query sees).
+        windows = []
+        for b, count in enumerate(counts):
+            for first in range(0, count, MAX_WINDOW):
+                size = min(MAX_WINDOW, count - first)
+                num_seen = lens[b] - count + first + size if causal else lens[b]
+                windows.append((b, starts[b] + first, size, num_seen))
         width = max((size for _, _, size, _ in windows), default=0)
-        made = torch.tensor(windows, dtype=torch.int64).view(-1, 4).to(device)
-        request, first, sizes, ends = made.unbind(1)
+        columns = torch.tensor(windows, dtype=torch.int64).view(-1, 4).to(device)
+        request, first_query, sizes, ends = columns.unbind(1)
         node = torch.arange(width, device=device)
-        queries = first[:, None] + torch.minimum(node, sizes[:, None] - 1)
+        queries = first_query[:, None] + torch.minimum(node, sizes[:, None] - 1)
         used = node < sizes[:, None]
         shape = (len(windows), width)
         self._windows = _Windows(shape, queries, used.flatten().nonzero().squeeze(1))
 
+        # Ancestor bits over the last ``width`` keys of each window. The first of these keys may lie before
+        # the window's own: every query sees them.
         prefix = (ends - width).clamp(min=0)
+        num_before = ends - sizes - prefix
         if ancestors is not None:
-            behind = ends - sizes - prefix  # keys before the window that are columns of it here
-            bits = (ancestors.to(device)[queries] << behind[:, None]) | _ones(behind)[:, None]
+            bits = (ancestors.to(device)[queries] << num_before[:, None]) | _ones(num_before)[:, None]
         elif causal:
-            bits = _ones((ends - sizes - prefix)[:, None] + node + 1)
+            bits = _ones(num_before[:, None] + node + 1)
         else:
             bits = torch.full_like(queries, -1)
 
-        most = max((end - start for start, end in pairwise(pages)), default=0)
-        at = kv_indptr.to(device).long()
-        entry = torch.minimum(at[:-1, None] + torch.arange(most, device=device), at[1:, None] - 1)
+        # Page tables: of the caches as they are, and of the pages in use, numbered from 0.
+        most_pages = max((end - start for start, end in pairwise(pages)), default=0)
+        indptr = kv_indptr.to(device).long()
+        entry = indptr[:-1, None] + torch.arange(most_pages, device=device)
+        entry = torch.minimum(entry, indptr[1:, None] - 1)
         self._pages, compact = kv_indices.long().unique(return_inverse=True)
         self._plans = [
             PagedWindowPlan(
                 page_table=indices[entry.clamp(min=0)][request],
                 page_size=page_size,
                 prefix_lens=prefix,
-                first_slot=0,
+                first_position=0,
                 scratch_start=0,
                 scratch_stride=0,
                 num_keys=width,
@@ -218,10 +231,15 @@ class BatchMLAPagedAttention:
         _check_shape("kpe_cache", kpe_cache, (*ckv_cache.shape[:2], rope), self._dtypes[1])
         if tokens == 0:
             return q_nope if out is None else out
-        plan, rows = self._plans[0], _as_one(ckv_cache, kpe_cache)
+
+        # One store of rows: the caches in place, or a copy of the pages in use.
+        plan = self._plans[0]
+        rows = _as_one(ckv_cache, kpe_cache)
         if rows is None:
             plan = self._plans[1]
             rows = torch.cat((ckv_cache[self._pages], kpe_cache[self._pages]), -1).flatten(0, 1)
+
+        # Packed queries to windows and back.
         q = torch.cat((q_nope, q_pe), -1)
         shape, queries, place = self._windows
         are_full = shape[0] * shape[1] == tokens
@@ -267,10 +285,13 @@ def _check(
             f"kv_indptr ends at {pages[-1]}, and kv_indices has {len(indices)} pages.", "Give all pages."
         )
     for b, (count, length) in enumerate(zip(counts, lens, strict=True)):
-        held, least = pages[b + 1] - pages[b], (count if causal else 1) if count else 0
-        if count < 0 or not least <= length <= held * page_size:
+        num_pages = pages[b + 1] - pages[b]
+        least = 0
+        if count:
+            least = count if causal else 1
+        if count < 0 or not least <= length <= num_pages * page_size:
             raise UserError(
-                f"Request {b} has {count} queries, {held} pages of {page_size} and {length} keys.",
+                f"Request {b} has {count} queries, {num_pages} pages of {page_size} and {length} keys.",
                 "Let the arrays ascend, count the queries' own keys, and give pages for all keys.",
             )
 

@@ -10,10 +10,10 @@ from eagle_kit.ops.attention.window.plan import WindowPlan
 
 @dataclass(frozen=True)
 class PagedWindowPlan(WindowPlan):
-    """:class:`WindowPlan` without scratch: slot ``prefix_lens[b] + j`` holds window key j.
+    """:class:`WindowPlan` without scratch: position ``prefix_lens[b] + j`` holds window key j.
 
     Attributes:
-        kv_lens: int64 ``[B]``, at least 1: number of slots of each request, its window's keys included. A
+        kv_lens: int64 ``[B]``, at least 1: number of positions of each request, its window's keys included. A
             window has fewer than M keys where this is below M.
     """
 
@@ -22,15 +22,16 @@ class PagedWindowPlan(WindowPlan):
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor]:
         """:attr:`WindowPlan.layout` with all columns in pages."""
-        column = torch.arange(self.num_columns, device=self.page_table.device).expand(
-            len(self.page_table), -1
-        )
-        page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
-        slots = self.page_table.gather(1, page) * self.page_size + column % self.page_size
+        # The row of the store of each column.
+        device = self.page_table.device
+        column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
         present = column < self.kv_lens[:, None]
+        rows = torch.where(present, self.page_rows(column), self.dummy_row)
+
+        # Nodes see the prefix from its first key on, and their ancestors.
         key = column - self.prefix_lens[:, None]
         bits = (self.ancestors[:, :, None] >> key.clamp(0, 63)[:, None]) & 1
-        in_prefix = (key < 0) & (column >= self.first_slot)
+        in_prefix = (key < 0) & (column >= self.first_position)
         seen = in_prefix[:, None] | (((key >= 0) & present)[:, None] & (bits == 1))
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=column.device)
-        return torch.where(present, slots, self.dummy_row), mask.masked_fill_(~seen, float("-inf"))
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
+        return rows, mask

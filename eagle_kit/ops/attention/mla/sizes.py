@@ -1,4 +1,4 @@
-"""Sizes of tiles and numbers of runs of absorbed latent attention, from what the host knows."""
+"""Sizes of tiles and numbers of runs of absorbed latent attention, from sizes known to the host."""
 
 from functools import cache
 from typing import NamedTuple
@@ -11,7 +11,7 @@ MAX_SPLITS = 128
 
 
 class MLABlocks(NamedTuple):
-    """Tile sizes in query rows and keys, form of the dots, and launch options."""
+    """Tile sizes in query rows and keys, whether the operands of the dots are swapped, and launch options."""
 
     queries: int
     keys: int
@@ -29,9 +29,9 @@ def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks
     """Tiles for ``num_rows`` query rows a request and rows of the store of ``itemsize`` bytes a value.
 
     On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
-    latency asks for. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
+    latency needs. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
     at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys pass
-    through registers, and earlier GPUs have no instruction that the swapped form would fill: both take the
+    through registers, and earlier GPUs have no instruction that swapped operands would fill: both take the
     plain one and 32 keys, in as many stages as fit. fp32, which no MLA model is served in, spills at their
     sizes.
     """
@@ -45,7 +45,7 @@ def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks
     if facts.multiplies_in_groups:
         return MLABlocks(queries, 64, True, num_warps, 2)
     stages = 2 if queries == 64 else 3
-    keys, stages = facts.fit(32, stages, 2 * 576, each=4 * queries, held=queries * 2 * 576)
+    keys, stages = facts.fit(32, stages, 2 * 576, extra_bytes=4 * queries, fixed_bytes=queries * 2 * 576)
     return MLABlocks(queries, keys, False, num_warps, stages)
 
 
@@ -57,5 +57,9 @@ def choose_splits(programs: int, columns: int, processors: int) -> int:
     of a program: its tiles, and about three tiles' time of startup and output.
     """
     tiles = triton.cdiv(columns, 64)
-    splits = range(1, max(1, min(tiles, MAX_SPLITS)) + 1)
-    return min(splits, key=lambda s: (triton.cdiv(programs * s, processors) * (triton.cdiv(tiles, s) + 3), s))
+
+    def cost(splits: int) -> int:
+        waves = triton.cdiv(programs * splits, processors)
+        return waves * (triton.cdiv(tiles, splits) + 3)
+
+    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=cost)

@@ -1,26 +1,27 @@
 """Absorbed latent attention of a window in Triton: flash decoding with split keys.
 
 A request's N x H query rows share every key. A program takes a block of these rows and one of S runs of
-keys, and keeps m = max s, l = sum exp2(s - m) and acc = sum exp2(s - m) v of scores s = scale log2(e) q . k.
+keys. For scores s = scale log2(e) q . k it keeps m = max s, l = sum exp2(s - m) and acc = sum exp2(s - m) v.
 Each row of the store is loaded once and is both key and value. With one run, acc / l is the answer; otherwise
 acc / l and m + log2(l) are stored, and the runs are added up in their order with weights exp2(m + log2(l)):
 by the program of a block of query rows that arrives last by a counter, which it sets back to 0, where that is
 at most 128 KB (64 pairs of a query row and a run), and otherwise by a second launch with a program for each
 row.
 
-Keys are counted in columns: the prefix from ``first_slot`` on, and the window's keys right behind it, which
-lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits. A row
-without any key gets zeros.
+Keys are counted in columns: the prefix from ``first_position`` on, and the window's keys right behind it,
+which lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits.
+A row without any key gets zeros.
 
-Two variants of the same products. Plain, ``S = Q K^T`` and ``O = P V``. Swapped, ``S^T = K Q^T`` and ``O^T =
-V^T P^T``: the 64 keys, then the latent, are the M side of the dots, so that 16 query rows fill Hopper's
-matrix instructions as well as 64 do.
+There are two variants of the same products. Plain: ``S = Q K^T`` and ``O = P V``. Swapped: ``S^T = K Q^T``
+and ``O^T = V^T P^T``, so that the 64 keys, then the latent, are the M side of the dots, and 16 query rows
+fill Hopper's matrix instructions as well as 64 do.
 
 Bytes: 2 D per key and block of query rows (blocks of one run are neighbours and find it in L2), 2 (D + L) per
 query row, and 8 (L + 1) per query row and run where S > 1. FLOPs: 2 (D + L) per key and query row, so that an
 H200 is bound by bytes up to about 97 query rows. Sources: FlashDecoding and DeepSeek-V2 (arXiv 2405.04434).
 
 Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store, S runs.
+In kernels: ``d`` elements of a piece of the latent, ``r`` elements of the RoPE part.
 """
 
 import torch
@@ -29,7 +30,7 @@ import triton.language as tl
 
 from eagle_kit.ops.attention.mla.plan import PagedWindowPlan
 from eagle_kit.ops.attention.mla.sizes import MAX_SPLITS, choose_blocks, choose_splits
-from eagle_kit.ops.attention.window.fold import LOG2_E
+from eagle_kit.ops.attention.online_softmax import LOG2_E
 from eagle_kit.ops.attention.window.plan import WindowPlan
 from eagle_kit.ops.attention.window.sizes import MERGED_NUMBERS, few_enough
 from eagle_kit.ops.capability import device_facts
@@ -41,13 +42,13 @@ rows."""
 
 
 @triton.jit
-def _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES: tl.constexpr):
+def _run(prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES: tl.constexpr):
     """Number of prefix columns, first column, columns per run, and the column behind the last."""
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     end = prefix + num_keys
     if IN_PAGES:
         end = tl.load(kv_lens + request).to(tl.int32)
-    first = tl.minimum(prefix, first_slot)
+    first = tl.minimum(prefix, first_position)
     return prefix, first, tl.cdiv(tl.cdiv(end - first, splits), 64) * 64, end
 
 
@@ -56,14 +57,17 @@ def _load_keys(
     rows, pages, start, end, paged, scratch, row_stride,
     kind: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Load columns ``start .. start + KEYS - 1`` as RoPE part and quarters of the latent; the first ``paged``
+    """Load columns ``start .. start + KEYS - 1`` as RoPE part and pieces of the latent; the first ``paged``
     columns lie in pages. The last column is repeated beyond the end."""
+    # The row of the store of each column.
     PIECE: tl.constexpr = LATENT // PIECES
     column = tl.minimum(start + tl.arange(0, KEYS), end - 1)
     in_pages = column < paged
-    slot = tl.load(pages + column // PAGE, in_pages, 0).to(tl.int32) * PAGE + column % PAGE
-    slot = tl.where(in_pages, slot, scratch + column)
-    key = rows + slot.to(tl.int64)[:, None] * row_stride
+    row = tl.load(pages + column // PAGE, in_pages, 0).to(tl.int32) * PAGE + column % PAGE
+    row = tl.where(in_pages, row, scratch + column)
+
+    # Its parts.
+    key = rows + row.to(tl.int64)[:, None] * row_stride
     rope = tl.load(key + LATENT + tl.arange(0, ROPE)[None, :]).to(kind)
     latents = ()
     for piece in tl.static_range(PIECES):
@@ -73,42 +77,51 @@ def _load_keys(
 
 
 @triton.jit
-def _sum_of_runs(partial, lse, at, used, LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up ``used`` runs of a query row, from ``at`` on, weighted by their sums of exponentials. They are
-    read past the first-level cache: other programs of the launch may have written them."""
-    i, d = tl.arange(0, MAX_SPLITS), tl.arange(0, LATENT)
-    sums = tl.load(lse + at + i, i < used, float("-inf"), cache_modifier=".cg")
-    top = tl.max(sums, 0)
+def _sum_of_runs(
+    partial, lse, first, num_runs, LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add up ``num_runs`` runs of a query row, from ``first`` on, weighted by their sums of exponentials.
+    They are read past the first-level cache, since other programs of the launch may have written them."""
+    # The largest log-sum-exp, and the sum of all weights relative to it.
+    i = tl.arange(0, MAX_SPLITS)
+    d = tl.arange(0, LATENT)
+    run_lse = tl.load(lse + first + i, i < num_runs, float("-inf"), cache_modifier=".cg")
+    top = tl.max(run_lse, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(sums - base), 0)
+    total = tl.sum(tl.exp2(run_lse - base), 0)
+
+    # The weighted sum, some runs at a time.
     acc = tl.zeros((LATENT,), tl.float32)
-    for start in range(0, used, BLOCK):
+    for start in range(0, num_runs, BLOCK):
         run = start + tl.arange(0, BLOCK)
-        weight = tl.load(lse + at + run, run < used, float("-inf"), cache_modifier=".cg")
-        held = partial + (at + run)[:, None] * LATENT + d[None, :]
-        part = tl.load(held, (run < used)[:, None], 0.0, cache_modifier=".cg")
+        weight = tl.load(lse + first + run, run < num_runs, float("-inf"), cache_modifier=".cg")
+        partial_at = partial + (first + run)[:, None] * LATENT + d[None, :]
+        part = tl.load(partial_at, (run < num_runs)[:, None], 0.0, cache_modifier=".cg")
         acc += tl.sum(tl.exp2(weight - base)[:, None] * part, 0)
     return acc / tl.where(total > 0.0, total, 1.0)
 
 
 @triton.jit
-def _store_latents(to, accs, factor, inside, PIECE: tl.constexpr):
+def _store_latents(target, accs, factor, mask, PIECE: tl.constexpr):
+    """Store the pieces ``accs``, times ``factor``, side by side from ``target`` on."""
     for piece in tl.static_range(PIECES):
-        tl.store(to + piece * PIECE, (accs[piece] * factor).to(to.dtype.element_ty), inside)
+        tl.store(target + piece * PIECE, (accs[piece] * factor).to(target.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_keys", "splits"])
 def _attend(
     q, rows, page_table, prefix_lens, kv_lens, ancestors, out, partial, lse, arrivals, scale, out_scale,
-    num_rows, heads, num_nodes, num_keys, first_slot, scratch_start, scratch_stride, row_stride, table_stride,
-    splits,
+    num_rows, heads, num_nodes, num_keys, first_position, scratch_start, scratch_stride, row_stride,
+    table_stride, splits,
     PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, IN_PAGES: tl.constexpr, PRECISION: tl.constexpr,
     MERGED: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of query rows to one run of keys. AXIS is the axis of keys in the scores. With
-    SPLIT, ``partial [B, N * H, S, L]`` and ``lse [B, N * H, S]`` take the runs; with MERGED, the last program
-    of a block by its counter in ``arrivals`` adds them up.
+    """Attention of a block of query rows to one run of keys. Grid ``(blocks, S, B)``.
+
+    AXIS is the axis of keys in the scores, OTHER that of query rows. With SPLIT, ``partial [B, N * H, S, L]``
+    and ``lse [B, N * H, S]`` take the runs; with MERGED, the last program of a block by its counter in
+    ``arrivals`` adds them up.
 
     fp8 keys are loaded and widened a tile ahead: the compiler keeps loop-carried values in shared memory as
     it does 16-bit keys, and would otherwise move single bytes.
@@ -119,37 +132,48 @@ def _attend(
     OTHER: tl.constexpr = 1 - AXIS
     PIECE: tl.constexpr = LATENT // PIECES
     kind: tl.constexpr = q.dtype.element_ty
-    block, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    prefix, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+
+    # Columns of this run, begin .. end - 1.
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    prefix, first, columns, end = _run(
+        prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES
+    )
     begin = first + split * columns
     if begin >= end:
         return
     paged = end if IN_PAGES else prefix
     end = tl.minimum(begin + columns, end)
 
+    # Load the queries, RoPE part and pieces of the latent. An empty softmax.
     row = block * QUERIES + tl.arange(0, QUERIES)
-    inside = row < num_rows
+    is_row = row < num_rows
     row_at = request * num_rows + row
-    d, r = tl.arange(0, PIECE), tl.arange(0, ROPE)
-    at = q + row_at[:, None] * (LATENT + ROPE)
-    rope_queries = tl.load(at + LATENT + r[None, :], inside[:, None], 0.0)
-    queries, accs = (), ()
+    d = tl.arange(0, PIECE)
+    r = tl.arange(0, ROPE)
+    q_at = q + row_at[:, None] * (LATENT + ROPE)
+    rope_queries = tl.load(q_at + LATENT + r[None, :], is_row[:, None], 0.0)
+    queries = ()
+    accs = ()
     for piece in tl.static_range(PIECES):
-        part = tl.load(at + piece * PIECE + d[None, :], inside[:, None], 0.0)
+        part = tl.load(q_at + piece * PIECE + d[None, :], is_row[:, None], 0.0)
         zeros = tl.zeros((PIECE, QUERIES) if SWAPPED else (QUERIES, PIECE), tl.float32)
         queries = queries + (part,)  # type: ignore[assignment]
         accs = accs + (zeros,)  # type: ignore[assignment]
 
-    bits = tl.load(ancestors + request * num_nodes + row // heads, inside, 0)
+    # Ancestor bits of the nodes, this request's pages, and its scratch by column.
+    bits = tl.load(ancestors + request * num_nodes + row // heads, is_row, 0)
     pages = page_table + request * table_stride
     scratch = (scratch_start + request * scratch_stride - prefix).to(tl.int32)
-    top = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
+    row_max = tl.full((QUERIES,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((QUERIES,), tl.float32)
     if AHEAD:
         rope, latents = _load_keys(
             rows, pages, begin, end, paged, scratch, row_stride, kind, PAGE, LATENT, ROPE, KEYS
         )
     for start in tl.range(begin, end, KEYS):
+        # Load this tile of keys, or the next one.
         load_at = start
         if AHEAD:
             load_at += KEYS
@@ -157,7 +181,10 @@ def _attend(
             rows, pages, load_at, end, paged, scratch, row_stride, kind, PAGE, LATENT, ROPE, KEYS
         )
         if not AHEAD:
-            rope, latents = new_rope, new_latents
+            rope = new_rope
+            latents = new_latents
+
+        # Scores.
         if SWAPPED:
             scores = tl.dot(rope, tl.trans(rope_queries), input_precision=PRECISION)
         else:
@@ -168,66 +195,79 @@ def _attend(
             else:
                 scores = tl.dot(queries[piece], tl.trans(latents[piece]), scores, input_precision=PRECISION)
         scores *= scale
+
+        # Mask, where the tile reaches beyond the prefix: the window's keys that are ancestors.
         if start + KEYS > prefix:
             column = start + tl.arange(0, KEYS)
             node = tl.minimum(tl.maximum(column - prefix, 0), 63).to(tl.int64)
             seen = ((tl.expand_dims(bits, AXIS) >> tl.expand_dims(node, OTHER)) & 1) == 1
             seen = tl.expand_dims(column < prefix, OTHER) | (seen & tl.expand_dims(column < end, OTHER))
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, AXIS))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+
+        # Weights, and the sums so far relative to the new maximum.
+        new_max = tl.maximum(row_max, tl.max(scores, AXIS))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(scores - tl.expand_dims(base, AXIS))
-        kept = tl.exp2(top - base)
-        total = total * kept + tl.sum(p, AXIS)
-        top = higher
+        rescale = tl.exp2(row_max - base)
+        row_sum = row_sum * rescale + tl.sum(p, AXIS)
+        row_max = new_max
+
+        # Values: the latents, piece by piece.
         p = p.to(kind)
-        grown = ()
+        new_accs = ()
         for piece in tl.static_range(PIECES):
-            acc = accs[piece] * tl.expand_dims(kept, AXIS)
+            acc = accs[piece] * tl.expand_dims(rescale, AXIS)
             if SWAPPED:
                 acc = tl.dot(tl.trans(latents[piece]), p, acc, input_precision=PRECISION)
             else:
                 acc = tl.dot(p, latents[piece], acc, input_precision=PRECISION)
-            grown = grown + (acc,)  # type: ignore[assignment]
-        accs = grown
+            new_accs = new_accs + (acc,)  # type: ignore[assignment]
+        accs = new_accs
         if AHEAD:
-            rope, latents = new_rope, new_latents
+            rope = new_rope
+            latents = new_latents
 
-    _, first, columns, last = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
-    used = tl.cdiv(last - first, columns)
-    factor = tl.expand_dims(out_scale / tl.where(total > 0.0, total, 1.0), AXIS)
-    there, d_at = tl.expand_dims(inside, AXIS), tl.expand_dims(d, OTHER)
-    if SPLIT and (MERGED == 0 or used > 1):
+    # Number of runs that have keys: some programs had none.
+    _, first, columns, last = _run(prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES)
+    num_runs = tl.cdiv(last - first, columns)
+    factor = tl.expand_dims(out_scale / tl.where(row_sum > 0.0, row_sum, 1.0), AXIS)
+    mask = tl.expand_dims(is_row, AXIS)
+    d_at = tl.expand_dims(d, OTHER)
+    if SPLIT and (MERGED == 0 or num_runs > 1):
+        # Store this run's result.
         run_at = row_at * splits + split
-        tl.store(lse + run_at, top + tl.log2(total), inside)
-        _store_latents(partial + tl.expand_dims(run_at, AXIS) * LATENT + d_at, accs, factor, there, PIECE)
+        tl.store(lse + run_at, row_max + tl.log2(row_sum), is_row)
+        _store_latents(partial + tl.expand_dims(run_at, AXIS) * LATENT + d_at, accs, factor, mask, PIECE)
+
+        # The program that arrives last adds up the runs of every row of the block.
         if MERGED:
             counter = arrivals + request * tl.num_programs(0) + block
-            tl.debug_barrier()  # all of this program's run is written before it says so
-            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            tl.debug_barrier()  # this program's run is written before it is counted
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_runs - 1:
                 tl.store(counter, 0)
-                for own in range(block * QUERIES, tl.minimum(block * QUERIES + QUERIES, num_rows)):
-                    at_own = request * num_rows + own
-                    merged = _sum_of_runs(partial, lse, at_own * splits, used, LATENT, MAX_SPLITS, 8)
-                    merged_to = out + at_own * LATENT + tl.arange(0, LATENT)
+                for merged_row in range(block * QUERIES, tl.minimum(block * QUERIES + QUERIES, num_rows)):
+                    merged_at = request * num_rows + merged_row
+                    merged = _sum_of_runs(partial, lse, merged_at * splits, num_runs, LATENT, MAX_SPLITS, 8)
+                    merged_to = out + merged_at * LATENT + tl.arange(0, LATENT)
                     tl.store(merged_to, merged.to(out.dtype.element_ty))
     else:
-        _store_latents(out + tl.expand_dims(row_at, AXIS) * LATENT + d_at, accs, factor, there, PIECE)
+        # The only run: store the result.
+        _store_latents(out + tl.expand_dims(row_at, AXIS) * LATENT + d_at, accs, factor, mask, PIECE)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "splits"])
 def _merge(
-    partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_slot, splits,
+    partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_position, splits,
     LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, IN_PAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the runs of one query row."""
+    """Merge the runs of one query row. Grid ``(N * H, B)``."""
     wait_for_launch(PDL)
     request = tl.program_id(1).to(tl.int64)
-    _, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
-    used = tl.cdiv(end - first, columns)
+    _, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES)
+    num_runs = tl.cdiv(end - first, columns)
     row = request * num_rows + tl.program_id(0)
-    acc = _sum_of_runs(partial, lse, row * splits, used, LATENT, MAX_SPLITS, BLOCK)
+    acc = _sum_of_runs(partial, lse, row * splits, num_runs, LATENT, MAX_SPLITS, BLOCK)
     tl.store(out + row * LATENT + tl.arange(0, LATENT), acc.to(out.dtype.element_ty))
 
 
@@ -240,7 +280,7 @@ def mla_window_attention(
     kv_lens: torch.Tensor | None,
     ancestors: torch.Tensor,
     page_size: int,
-    first_slot: int,
+    first_position: int,
     scratch_start: int,
     scratch_stride: int,
     num_keys: int,
@@ -256,19 +296,23 @@ def mla_window_attention(
     out = q.new_empty(b, n, h, latent_dim)
     if out.numel() == 0:
         return out
+
+    # Blocks of query rows, the number of runs, and who adds them up.
     facts = device_facts(q.device)
     blocks = choose_blocks(n * h, rows.element_size(), facts)
     programs = triton.cdiv(n * h, blocks.queries)
     splits = choose_splits(b * programs, num_columns, facts.multiprocessors)
     most = MERGED_NUMBERS // (min(n * h, blocks.queries) * latent_dim)
-    merged = arrivals is not None and b * programs <= arrivals.numel()
-    if merged:
+    has_counters = arrivals is not None and b * programs <= arrivals.numel()
+    if has_counters:
         splits = few_enough(splits, b * programs, num_columns, most, facts.multiprocessors)
-    merged = merged and 1 < splits <= most
+    merged = has_counters and 1 < splits <= most
+
     early = launch_options(q.device)
     in_pages = kv_lens is not None
     lens = (prefix_lens, kv_lens if in_pages else prefix_lens)
-    partial, lse = out, out
+    partial = out
+    lse = out
     if splits > 1:
         partial = q.new_empty(b, n * h, splits, latent_dim, dtype=torch.float32)
         lse = q.new_empty(b, n * h, splits, dtype=torch.float32)
@@ -282,13 +326,13 @@ def mla_window_attention(
         partial,
         lse,
         prefix_lens if arrivals is None else arrivals,
-        scale * kv_scale * LOG2_E,
+        scale * kv_scale * LOG2_E.value,
         kv_scale,
         n * h,
         h,
         n,
         num_keys,
-        first_slot,
+        first_position,
         scratch_start,
         scratch_stride,
         rows.stride(0),
@@ -317,7 +361,7 @@ def mla_window_attention(
             out,
             n * h,
             num_keys,
-            first_slot,
+            first_position,
             splits,
             LATENT=latent_dim,
             MAX_SPLITS=MAX_SPLITS,
@@ -348,7 +392,7 @@ def attend(
         plan.kv_lens.contiguous() if isinstance(plan, PagedWindowPlan) else None,
         plan.ancestors.contiguous(),
         plan.page_size,
-        plan.first_slot,
+        plan.first_position,
         plan.scratch_start,
         plan.scratch_stride,
         plan.num_keys,

@@ -1,4 +1,4 @@
-"""Causal attention inside each document of a packed row."""
+"""Causal attention inside each document of a packed sequence."""
 
 import torch
 

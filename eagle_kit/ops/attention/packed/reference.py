@@ -39,9 +39,12 @@ def packed_attention(
     Returns:
         ``[T, Hq, D]``.
     """
-    size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
+    size = v.shape[-1]
+    missing = k.shape[-1] - size
     out = []
-    for a, b in spans:
-        values = pad(v[a:b], (0, missing)) if missing > 0 and b - a >= LONG else v[a:b]
-        out.append(prefill_attention(q[a:b], k[a:b], values, variant)[..., :size])
+    for start, stop in spans:
+        values = v[start:stop]
+        if missing > 0 and stop - start >= LONG:
+            values = pad(values, (0, missing))
+        out.append(prefill_attention(q[start:stop], k[start:stop], values, variant)[..., :size])
     return torch.cat(out)

@@ -18,9 +18,9 @@ def document_starts(spans: list[tuple[int, int]], device: torch.device) -> torch
     """First token of each token's document, int32 ``[T]``, from (start, stop) of each document; built without
     reading the device."""
     starts, stops = torch.tensor(spans, dtype=torch.int32).view(-1, 2).unbind(1)
-    total = spans[-1][1] if spans else 0
-    first, counts = (to_device(part, device, torch.int32) for part in (starts, stops - starts))
-    return torch.repeat_interleave(first, counts, output_size=total)
+    counts = to_device(stops - starts, device, torch.int32)
+    num_tokens = spans[-1][1] if spans else 0
+    return torch.repeat_interleave(to_device(starts, device, torch.int32), counts, output_size=num_tokens)
 
 
 def packed_attention(

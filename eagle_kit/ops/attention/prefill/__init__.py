@@ -33,7 +33,7 @@ def paged_prefill_attention(
     v_scale: float = 1.0,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Causal attention of every row to its request's slots up to its own.
+    """Causal attention of every row to its request's positions up to its own.
 
     Args:
         q: ``[T, Hq, D]``, the rows of all requests concatenated.
@@ -51,7 +51,7 @@ def paged_prefill_attention(
         from eagle_kit.ops.attention.prefill import triton
 
         return triton.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
-    assert not (variant.limits.chunk and plan.first_slot), "chunks are of positions, not of slots"
+    assert not (variant.limits.chunk and plan.first_position), "chunks are of RoPE positions"
     has_scales = (k_scale, v_scale) != (1.0, 1.0)
     if not has_scales and uses_cpp(q, k_rows, v_rows, backend=backend):
         return compiled.paged_prefill_attention(q, k_rows, v_rows, plan, variant)

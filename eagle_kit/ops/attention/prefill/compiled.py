@@ -12,30 +12,32 @@ def paged_prefill_attention(
     q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, plan: PrefillPlan, variant: AttentionVariant
 ) -> torch.Tensor:
     """See :func:`eagle_kit.ops.attention.prefill.paged_prefill_attention`; all fp32 on a CPU."""
-    where = plan.page_tables, plan.cu_rows, plan.starts
-    return _attend(q, k_rows, v_rows, where, [plan.page_size, plan.first_slot], variant)
+    scale, soft_cap, sinks = score_arguments(variant)
+    out: torch.Tensor = torch.ops.eagle_kit_cpp.prompt_attention(
+        q.contiguous(),
+        k_rows,
+        v_rows,
+        plan.page_tables.contiguous(),
+        plan.cu_rows.contiguous(),
+        plan.starts.contiguous(),
+        [plan.page_size, plan.first_position, *variant.limits],
+        scale,
+        soft_cap,
+        sinks,
+    )
+    return out
 
 
 def chunk_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant, start: int
 ) -> torch.Tensor:
-    """See :func:`eagle_kit.ops.attention.prefill.chunk_attention`; the keys are one page."""
-    numbers = ([[0]], [0, len(q)], [start])
-    page_table, cu_rows, starts = (torch.tensor(given, device=q.device) for given in numbers)
-    where = page_table, cu_rows, starts
-    return _attend(q, k, v, where, [k.shape[1], 0], variant)
-
-
-def _attend(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    sizes: list[int],
-    variant: AttentionVariant,
-) -> torch.Tensor:
-    places, limits = (place.contiguous() for place in where), [*sizes, *variant.limits]
-    out: torch.Tensor = torch.ops.eagle_kit_cpp.prompt_attention(
-        q.contiguous(), k_rows, v_rows, *places, limits, *score_arguments(variant)
+    """See :func:`eagle_kit.ops.attention.prefill.chunk_attention`; the keys are one page of one request."""
+    plan = PrefillPlan(
+        page_tables=torch.tensor([[0]], device=q.device),
+        page_size=k.shape[1],
+        cu_rows=torch.tensor([0, len(q)], device=q.device),
+        starts=torch.tensor([start], device=q.device),
+        first_position=0,
+        max_rows=len(q),
     )
-    return out
+    return paged_prefill_attention(q, k, v, plan, variant)

@@ -5,6 +5,7 @@ store.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
@@ -37,27 +38,34 @@ def prefill_attention(
     variant = as_variant(variant)
     if variant.is_plain:
         return _causal_attention(q, k, v, variant.scale)
-    out, cached = [], len(k) - len(q)
-    for number, block in enumerate(q.split(LIMITED_BLOCK)):
-        start = cached + number * LIMITED_BLOCK
-        first, stop = variant.limits.first(start), start + len(block)
-        rows = torch.arange(start, stop, device=q.device)
-        held = torch.arange(first, stop, device=q.device)
-        seen = (held <= rows[:, None]) & (held >= variant.limits.firsts(rows)[:, None])
+
+    # Blocks of queries, with the keys that any of a block attends to.
+    out = []
+    start = len(k) - len(q)
+    for block in q.split(LIMITED_BLOCK):
+        first = variant.limits.first(start)
+        stop = start + len(block)
+        positions = torch.arange(start, stop, device=q.device)
+        key_positions = torch.arange(first, stop, device=q.device)
+        seen = key_positions <= positions[:, None]
+        seen = seen & (key_positions >= variant.limits.firsts(positions)[:, None])
         out.append(_masked_attention(block, k[first:stop], v[first:stop], seen, variant))
+        start = stop
     return torch.cat(out) if out else q[..., : v.shape[-1]]
 
 
 def _masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, variant: AttentionVariant
 ) -> torch.Tensor:
-    """Attention of ``q [t, Hq, D]`` to those of ``k [c, Hkv, D]`` and ``v [c, Hkv, E]`` that are ``seen [t,
-    c]`` -> ``[t, Hq, E]``, with explicit scores where they are no ordinary softmax."""
+    """Attention of ``q [t, Hq, D]`` to ``k [c, Hkv, D]`` and ``v [c, Hkv, E]`` where ``seen [t, c]`` -> ``[t,
+    Hq, E]``; scores are explicit where the variant is no ordinary softmax."""
     group = q.shape[1] // k.shape[1]
     if variant.is_softmax:
         k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
         out = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=seen, scale=variant.scale)
         return out.transpose(0, 1)
+
+    # Scores, capped and masked; a sink is one more column, which has no value.
     queries = q.unflatten(1, (-1, group)).float()
     scores = torch.einsum("thgd,chd->hgtc", queries, k.float()) * variant.scale
     if variant.soft_cap is not None:
@@ -72,14 +80,16 @@ def _masked_attention(
 
 def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of query t to keys 0..C + t."""
-    (t, hq, _), hkv, c = q.shape, k.shape[1], k.shape[0] - q.shape[0]
+    t, hq, _ = q.shape
+    hkv = k.shape[1]
+    num_cached = k.shape[0] - t
     # KV heads are the batch, so that their keys are not copied for every query head of a group.
     queries = q.unflatten(1, (hkv, hq // hkv)).permute(1, 2, 0, 3)
     keys, values = (x.transpose(0, 1)[:, None].expand(-1, hq // hkv, -1, -1) for x in (k, v))
     mask = None
-    if c:
-        rows = torch.arange(c, c + t, device=q.device)
-        mask = torch.arange(c + t, device=q.device)[None] <= rows[:, None]
+    if num_cached:
+        positions = torch.arange(num_cached, num_cached + t, device=q.device)
+        mask = torch.arange(num_cached + t, device=q.device)[None] <= positions[:, None]
     out = F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
     )
@@ -90,17 +100,22 @@ def chunk_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant, start: int
 ) -> torch.Tensor:
     """See :func:`eagle_kit.ops.attention.prefill.chunk_attention`."""
-    blocks = []
-    for first, block in enumerate(q.split(BLOCK)):
-        seen = start + first * BLOCK
-        columns = round_columns(seen + len(block))
-        mask = torch.full((len(block), columns), float("-inf"), device=q.device).triu_(seen + 1)
+    out = []
+    for block in q.split(BLOCK):
+        # The mask of the block's positions, from start on.
+        stop = start + len(block)
+        num_columns = round_columns(stop)
+        mask = torch.full((len(block), num_columns), float("-inf"), device=q.device).triu_(start + 1)
         if any(variant.limits):
-            firsts = variant.limits.firsts(torch.arange(seen, seen + len(block), device=q.device))
-            mask.masked_fill_(torch.arange(columns, device=q.device) < firsts[:, None], float("-inf"))
-        at = slice(variant.limits.first(seen) // SPLIT_TERMS * SPLIT_TERMS, columns)
-        blocks.append(attend_dense(block[None], k[:, at], v[:, at], mask[None, :, at], variant)[0])
-    return torch.cat(blocks)
+            firsts = variant.limits.firsts(torch.arange(start, stop, device=q.device))
+            mask.masked_fill_(torch.arange(num_columns, device=q.device) < firsts[:, None], float("-inf"))
+
+        # Columns before all limits are left out by whole runs, so that sums keep their order.
+        columns = slice(variant.limits.first(start) // SPLIT_TERMS * SPLIT_TERMS, num_columns)
+        attended = attend_dense(block[None], k[:, columns], v[:, columns], mask[None, :, columns], variant)
+        out.append(attended[0])
+        start = stop
+    return torch.cat(out)
 
 
 def paged_prefill_attention(
@@ -112,7 +127,7 @@ def paged_prefill_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Request by request, whose sizes are read on the host.
+    """Attend request by request; their sizes are read on the host.
 
     Args:
         q: ``[T, Hq, D]``.
@@ -123,20 +138,27 @@ def paged_prefill_attention(
     Returns:
         ``[T, Hq, D]``.
     """
-    borders, starts, size = plan.cu_rows.tolist(), plan.starts.tolist(), plan.page_size
-    out, scaled = torch.empty_like(q), replace(variant, scale=variant.scale * k_scale)
-    for table, start, a, b in zip(plan.page_tables, starts, borders, borders[1:], strict=False):
-        stop = start + b - a
-        if a == b:
+    out = torch.empty_like(q)
+    scaled = replace(variant, scale=variant.scale * k_scale)
+    chunks = pairwise(plan.cu_rows.tolist())
+    for table, start, (begin, end) in zip(plan.page_tables, plan.starts.tolist(), chunks, strict=True):
+        if begin == end:
             continue
-        first = min(plan.first_slot, start)
-        slots = torch.arange(first, stop, device=q.device)
-        rows = table[slots // size] * size + slots % size
-        k, v = (take_rows(x, rows, q.dtype).transpose(0, 1) for x in (k_rows, v_rows))
-        if start < plan.first_slot:  # rows of unused slots attend to themselves only
-            alone = min(plan.first_slot, stop) - start
-            out[a : a + alone] = v[:alone].repeat_interleave(q.shape[1] // v.shape[1], 1)
-            a, k, v = a + alone, k[alone:], v[alone:]
-        if a < b:
-            out[a:b] = prefill_attention(q[a:b], k, v, scaled)
+
+        # Keys and values of the request up to the chunk's last position.
+        stop = start + end - begin
+        positions = torch.arange(min(plan.first_position, start), stop, device=q.device)
+        rows = table[positions // plan.page_size] * plan.page_size + positions % plan.page_size
+        k = take_rows(k_rows, rows, q.dtype).transpose(0, 1)
+        v = take_rows(v_rows, rows, q.dtype).transpose(0, 1)
+
+        # Positions without a key attend to themselves only, the others to all but those.
+        if start < plan.first_position:
+            num_unused = min(plan.first_position, stop) - start
+            out[begin : begin + num_unused] = v[:num_unused].repeat_interleave(q.shape[1] // v.shape[1], 1)
+            begin += num_unused
+            k = k[num_unused:]
+            v = v[num_unused:]
+        if begin < end:
+            out[begin:end] = prefill_attention(q[begin:end], k, v, scaled)
     return out if v_scale == 1.0 else out * v_scale

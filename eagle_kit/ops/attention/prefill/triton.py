@@ -1,7 +1,7 @@
 """Flash attention of prompt chunks over pages: one launch for the chunks of all requests.
 
 Row j of a chunk is position ``p = start + j``. With ``c = scale k_scale log2(e)``, running values over blocks
-of keys k and values v at slots ``first_slot .. p`` are
+of keys k and values v at positions ``first_position .. p`` are
 
     S = c q k^T,    m' = max(m, max S),    P = exp2(S - m'),    l' = l exp2(m - m') + sum P,
     o' = o exp2(m - m') + P v;    out = v_scale o / l.
@@ -16,25 +16,28 @@ tile, out of the L2 cache except for the first tile. FLOPs: ``4 Hq D`` per visib
 
 After FlashAttention-2 (arXiv 2307.08691) and paged attention (arXiv 2309.06180).
 
-Legend: B requests, T tokens, Hq / Hkv heads, G = Hq / Hkv, D head size, R rows of the store.
+Legend: B requests, T tokens, Hq / Hkv heads, G = Hq / Hkv, D head size, R rows of the store. In kernels:
+``m`` query rows of a tile, ``n`` keys of a block, ``d`` elements of a key, ``e`` elements of a value as they
+are loaded (pairs of fp8 values are one, PAIR = 2).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.ops.attention.prefill.plan import PrefillPlan
-from eagle_kit.ops.attention.variant import AttentionVariant
-from eagle_kit.ops.attention.window.triton import (
-    block_d,
-    choose_blocks,
+from eagle_kit.ops.attention.online_softmax import (
+    LOG2_E,
     first_seen,
-    fold,
-    fold_blocks,
+    load_rows,
+    page_rows,
     score_factors,
     tanh,
-    values_per_element,
+    update,
+    update_by_blocks,
 )
+from eagle_kit.ops.attention.prefill.plan import PrefillPlan
+from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.attention.window.sizes import block_d, choose_blocks, values_per_element
 from eagle_kit.ops.capability import device_facts
 
 
@@ -46,54 +49,72 @@ def _prefill(
     FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of query rows of one request and key head."""
-    head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Attention of one tile of query rows of one request and key head. Grid ``(tiles, Hkv, B)``."""
+    # The tile, counted from the last one.
+    head = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
     begin = tl.load(cu_rows + request).to(tl.int64)
     num_rows = (tl.load(cu_rows + request + 1) - begin).to(tl.int32) * G
     tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0)
     if tile < 0:
         return
-    r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    n, d, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // PAIR)
-    live, inside = r < num_rows, (d < D)[None, :]
+
+    # Positions of its rows; rows past the end have the position of the last one.
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_D // PAIR)
+    is_row = m < num_rows
+    in_head = (d < D)[None, :]
     start = tl.load(starts + request).to(tl.int32)
     token = tile * BLOCK_M // G
     lowest = start + token
-    position = start + tl.minimum(r, num_rows - 1) // G
+    position = start + tl.minimum(m, num_rows - 1) // G
     highest = start + tl.minimum(tile * BLOCK_M + BLOCK_M - 1, num_rows - 1) // G
 
-    first = (begin + token) * (HKV * G * D)
-    mine = ((r // G - token) * (HKV * G) + head * G + r % G)[:, None] * D + d[None, :]
-    queries = tl.load(q + first + mine, live[:, None] & inside, 0.0)
+    # Load the queries; find this request's pages, and this head's keys and values.
+    first_query = (begin + token) * (HKV * G * D)
+    q_at = ((m // G - token) * (HKV * G) + head * G + m % G)[:, None] * D + d[None, :]
+    queries = tl.load(q + first_query + q_at, is_row[:, None] & in_head, 0.0)
     table = page_tables + request * table_stride
-    plane = head.to(tl.int64) * store_rows
-    k, v = k_rows + plane * D, v_rows + plane * (D // PAIR)
+    head_row = head.to(tl.int64) * store_rows
+    k = k_rows + head_row * D
+    v = v_rows + head_row * (D // PAIR)
+
+    # An empty softmax, or one with the sinks in it.
     acc = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
-    odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc_odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
-        top = tl.load(sinks + head * G + r % G).to(tl.float32) * 1.4426950408889634
-        total += 1.0
-    # every row attends to all blocks from gap to resume
-    count = highest // BLOCK_N + 1
-    skipped = first_seen(lowest, WINDOW, CHUNK) // BLOCK_N
-    gap = tl.minimum(tl.cdiv(tl.maximum(FIRST, first_seen(highest, WINDOW, CHUNK)), BLOCK_N), count)
+        row_max = tl.load(sinks + head * G + m % G).to(tl.float32) * LOG2_E
+        row_sum += 1.0
+
+    # Every row attends to all keys of the blocks gap .. resume - 1, which need no mask. The blocks before
+    # them are cut by limits, those behind by the diagonal.
+    num_blocks = highest // BLOCK_N + 1
+    first_block = first_seen(lowest, WINDOW, CHUNK) // BLOCK_N
+    gap = tl.minimum(tl.cdiv(tl.maximum(FIRST, first_seen(highest, WINDOW, CHUNK)), BLOCK_N), num_blocks)
     resume = tl.maximum(gap, (lowest + 1) // BLOCK_N)
-    acc, odd, top, total = fold_blocks(
-        acc, odd, top, total, queries, k, v, table, gap, resume, factor, cap,
+    acc, acc_odd, row_max, row_sum = update_by_blocks(
+        acc, acc_odd, row_max, row_sum, queries, k, v, table, gap, resume, factor, cap,
         D, PAIR, PAGE, BLOCK_N, BLOCK_D, CAPPED,
     )  # fmt: skip
+
+    # The other blocks, masked.
     first_of = first_seen(position, WINDOW, CHUNK)
-    for step in tl.range(skipped, count - (resume - gap), num_stages=1):
+    for step in tl.range(first_block, num_blocks - (resume - gap), num_stages=1):
+        # Load the keys and values of the block.
         column = tl.where(step < gap, step, step + (resume - gap)) * BLOCK_N + n
-        held = (column <= highest) & (column >= tl.minimum(FIRST, start))
-        page = tl.load(table + column // PAGE, held, 0)
-        row = (page * PAGE + column % PAGE).to(tl.int64)[:, None]
-        keys = tl.load(k + (row * D + d[None, :]), held[:, None] & inside, 0.0)
-        there = held[:, None] & (e < D // PAIR)[None, :]
-        values = tl.load(v + (row * (D // PAIR) + e[None, :]), there, 0.0)
+        present = (column <= highest) & (column >= tl.minimum(FIRST, start))
+        row = page_rows(table, column, present, PAGE).to(tl.int64)[:, None]
+        keys, values = load_rows(k, v, row, present[:, None], d, e, D, PAIR)
+
+        # Scores.
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+
+        # Mask: positions up to the own one, within the limits. Those before FIRST see themselves only,
+        # and nobody else sees them.
         column = column[None, :]
         seen = (column <= position[:, None]) & ((column >= FIRST) | (column == position[:, None]))
         if WINDOW > 0 or CHUNK > 0:
@@ -101,12 +122,15 @@ def _prefill(
         if CAPPED:
             scores = tanh(scores * cap)
         scores = tl.where(seen, scores, float("-inf"))
-        acc, odd, top, total = fold(acc, odd, top, total, scores, values, factor, queries.dtype, True)
+        acc, acc_odd, row_max, row_sum = update(
+            acc, acc_odd, row_max, row_sum, scores, values, factor, queries.dtype, True
+        )
 
+    # Store the result.
     if PAIR == 2:
-        acc = tl.reshape(tl.join(acc, odd), [BLOCK_M, BLOCK_D])
-    result = (acc * (v_scale / total)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + first + mine, result, live[:, None] & inside)
+        acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
+    result = (acc * (v_scale / row_sum)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + first_query + q_at, result, is_row[:, None] & in_head)
 
 
 @torch.library.custom_op("eagle_kit::paged_prefill_attention", mutates_args=())
@@ -118,7 +142,7 @@ def paged_prefill_attention_op(
     page_size: int,
     cu_rows: torch.Tensor,
     starts: torch.Tensor,
-    first_slot: int,
+    first_position: int,
     max_rows: int,
     scale: float,
     v_scale: float,
@@ -127,24 +151,35 @@ def paged_prefill_attention_op(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Prefill attention of ``q [T, Hq, D]``; the store, ``cu_rows`` and ``starts`` are contiguous."""
-    (_, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
+    _, hq, d = q.shape
+    hkv, store_rows, _ = k_rows.shape
     out = torch.empty_like(q)
     rows = max_rows * (hq // hkv)
     if q.numel() == 0 or rows == 0:
         return out
-    widths = q.element_size(), k_rows.element_size()
-    blocks = choose_blocks(rows, d, *widths, device_facts(q.device))
-    pair = values_per_element(blocks, *widths)
+    blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), device_facts(q.device))
+    pair = values_per_element(blocks, q.element_size(), k_rows.element_size())
+    factor, cap = score_factors(scale, soft_cap)
     _prefill[(triton.cdiv(rows, blocks.m), hkv, starts.shape[0])](
-        *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows, page_tables, cu_rows, starts),
-        *(q if sinks is None else sinks, out),
-        *(*score_factors(scale, soft_cap), v_scale, store_rows, page_tables.stride(0)),
+        q,
+        k_rows,
+        v_rows.view(torch.int16) if pair == 2 else v_rows,
+        page_tables,
+        cu_rows,
+        starts,
+        q if sinks is None else sinks,
+        out,
+        factor,
+        cap,
+        v_scale,
+        store_rows,
+        page_tables.stride(0),
         G=hq // hkv,
         HKV=hkv,
         D=d,
         PAIR=pair,
         PAGE=page_size,
-        FIRST=first_slot,
+        FIRST=first_position,
         BLOCK_M=blocks.m,
         BLOCK_N=blocks.n,
         BLOCK_D=block_d(d),
@@ -182,11 +217,11 @@ def paged_prefill_attention(
         plan.page_size,
         plan.cu_rows.contiguous(),
         plan.starts.contiguous(),
-        plan.first_slot,
+        plan.first_position,
         plan.max_rows,
         variant.scale * k_scale,
         v_scale,
-        [*variant.limits],
+        list(variant.limits),
         variant.soft_cap,
         variant.sinks,
     )

@@ -6,10 +6,10 @@ from typing import Literal
 import torch
 
 from eagle_kit.ops.attention.ttt import cpu, reference
-from eagle_kit.ops.attention.ttt.plan import QueryPlan, plan_rows
+from eagle_kit.ops.attention.ttt.plan import QueryPlan, plan_queries
 from eagle_kit.ops.backend import Backend, uses_triton
 
-__all__ = ["QueryPlan", "plan_rows", "ttt_attention"]
+__all__ = ["QueryPlan", "plan_queries", "ttt_attention"]
 
 
 def ttt_attention(
@@ -26,7 +26,7 @@ def ttt_attention(
     """See :func:`eagle_kit.ops.attention.ttt.reference.ttt_attention`.
 
     Args:
-        plan: :func:`plan_rows` of the query rows.
+        plan: :func:`plan_queries` of the query rows.
         backend: as for other operations, or ``"cpu"``: flash attention in fp32 for inputs of any dtype, the
             default on a CPU.
     """

@@ -2,8 +2,8 @@
 block's own keys, which all of its rows share.
 
 The rows of a block attend to the same keys, as the query heads of one key head do. So a block is one row of
-:func:`~eagle_kit.ops.attention.ttt.ttt_attention` with B times as many query heads, and needs no kernel
-of its own. Under a sliding window, which begins elsewhere for each of them, they are rows of their own.
+:func:`~eagle_kit.ops.attention.ttt.ttt_attention` with B times as many query heads, and needs no kernel of
+its own. Under a sliding window, which begins at another key for each row, every row is one by itself.
 
 Legend: A anchors, B rows of a block, T packed tokens, Hq / Hkv heads, D head size.
 """
@@ -34,27 +34,31 @@ def anchored_attention(
         q: ``[A, B, Hq, D]``.
         k, v: ``[T, Hkv, D]``, of the text.
         own_k, own_v: ``[A, B, Hkv, D]``, of the blocks.
-        plan: of the rows in front of the anchors, which blocks attend to and to those before.
-        window: keys up to and with a row that it attends to; None for the whole prefix and the whole block.
-        is_causal: a row attends to those of its block up to itself only; asks for a ``window``.
+        plan: of the rows before the anchors; a block attends to its row and to all rows before that.
+        window: number of keys that a row attends to, its own included; None for the whole prefix and the
+            whole block.
+        is_causal: a row attends to the rows of its block up to itself only; needs a ``window``.
 
     Returns:
         ``[A, B, Hq, D]``; differentiable through autograd.
     """
     assert window is not None or not is_causal
     count, size, heads, _ = q.shape
-    own_k, own_v = own_k.transpose(1, 2), own_v.transpose(1, 2)
+    own_k = own_k.transpose(1, 2)
+    own_v = own_v.transpose(1, 2)
+
+    # Under a window, row j of all blocks at a time.
     if window is not None:
-        rows = [
-            ttt_attention(
-                *(q[:, j], k, v, own_k[:, :, :last], own_v[:, :, :last]),
-                *(plan.within(window, j + 1), scale),
-                backend=backend,
-            )
-            for j in range(size)
-            for last in [j + 1 if is_causal else size]
-        ]
+        rows = []
+        for j in range(size):
+            num_own = j + 1 if is_causal else size
+            own_keys = own_k[:, :, :num_own]
+            own_values = own_v[:, :, :num_own]
+            row_plan = plan.with_window(window, j + 1)
+            rows.append(ttt_attention(q[:, j], k, v, own_keys, own_values, row_plan, scale, backend=backend))
         return torch.stack(rows, 1)
+
+    # The rows of a block are query heads of one row.
     grouped = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [A, Hkv, G, B, D]
     folded = grouped.reshape(count, heads * size, -1)
     out = ttt_attention(folded, k, v, own_k, own_v, plan, scale, backend=backend)

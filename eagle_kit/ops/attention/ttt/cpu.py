@@ -42,10 +42,16 @@ class TTTAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         r, hq, d = q.shape
-        hkv, j = k.shape[1], own_k.shape[2]
+        hkv = k.shape[1]
+        j = own_k.shape[2]
         group = hq // hkv
-        keys, values, queries = _heads_first(k, group), _heads_first(v, group), _heads_first(q, 1)
-        outs, lses = [], []
+
+        # The prefix, a block of rows at a time: out [R, Hq, D] and log-sum-exp [R, Hq].
+        keys = _heads_first(k, group)
+        values = _heads_first(v, group)
+        queries = _heads_first(q, 1)
+        outs = []
+        lses = []
         for start, stop, key_start, key_stop, mask in blocks:
             out, lse = _flash(
                 queries[:, :, start:stop],
@@ -56,21 +62,25 @@ class TTTAttention(torch.autograd.Function):
             )
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0].transpose(0, 1))
-        out, lse = torch.cat(outs), torch.cat(lses)
+        out = torch.cat(outs)
+        lse = torch.cat(lses)
+
+        # Own keys, merged in.
+        p_own = out.new_empty(0)
         if j:
-            own = (
-                torch.bmm(q.reshape(r * hkv, group, d), own_k.reshape(r * hkv, j, d).transpose(1, 2)) * scale
-            )
-            own = own.view(r, hq, j)
-            merged = torch.logaddexp(lse, own.logsumexp(-1))
-            p_own = torch.exp(own - merged[..., None])
-            added = torch.bmm(p_own.view(r * hkv, group, j), own_v.reshape(r * hkv, j, d)).view(r, hq, d)
-            out = torch.addcmul(added, out, torch.exp(lse - merged)[..., None])
-            lse = merged
-        else:
-            p_own = out.new_empty(0)
+            q_groups = q.reshape(r * hkv, group, d)
+            own_keys = own_k.reshape(r * hkv, j, d)
+            own_values = own_v.reshape(r * hkv, j, d)
+            scores = torch.bmm(q_groups, own_keys.transpose(1, 2)) * scale
+            scores = scores.view(r, hq, j)
+            merged_lse = torch.logaddexp(lse, scores.logsumexp(-1))
+            p_own = torch.exp(scores - merged_lse[..., None])
+            own_out = torch.bmm(p_own.view(r * hkv, group, j), own_values).view(r, hq, d)
+            out = torch.addcmul(own_out, out, torch.exp(lse - merged_lse)[..., None])
+            lse = merged_lse
         ctx.save_for_backward(q, k, v, own_k, own_v, out, lse, p_own)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.blocks = blocks
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -80,18 +90,26 @@ class TTTAttention(torch.autograd.Function):
         scale = ctx.scale
         r, hq, d = q.shape
         t, hkv = k.shape[:2]
-        group, j = hq // hkv, own_k.shape[2]
-        keys, values, queries = _heads_first(k, group), _heads_first(v, group), _heads_first(q, 1)
-        douts, outs, lses = _heads_first(dout, 1), _heads_first(out, 1), lse.transpose(0, 1)[None]
+        group = hq // hkv
+        j = own_k.shape[2]
+
+        # The prefix, by the merged out and log-sum-exp. Gradients of keys are summed over a group's heads.
+        keys = _heads_first(k, group)
+        values = _heads_first(v, group)
+        queries = _heads_first(q, 1)
+        douts = _heads_first(dout, 1)
+        outs = _heads_first(out, 1)
+        lses = lse.transpose(0, 1)[None]
         dq = torch.empty_like(q)
         dk, dv = torch.zeros(2, hkv, t, d, dtype=k.dtype)
         for start, stop, key_start, key_stop, mask in ctx.blocks:
-            rows, cols = slice(start, stop), slice(key_start, key_stop)
+            rows = slice(start, stop)
+            columns = slice(key_start, key_stop)
             part_q, part_k, part_v = _flash_backward(
                 douts[:, :, rows],
                 queries[:, :, rows],
-                keys[:, :, cols],
-                values[:, :, cols],
+                keys[:, :, columns],
+                values[:, :, columns],
                 outs[:, :, rows],
                 lses[:, :, rows].contiguous(),
                 0.0,
@@ -100,16 +118,21 @@ class TTTAttention(torch.autograd.Function):
                 scale=scale,
             )
             dq[rows] = part_q[0].transpose(0, 1)
-            dk[:, cols] += part_k[0].unflatten(0, (hkv, group)).sum(1)
-            dv[:, cols] += part_v[0].unflatten(0, (hkv, group)).sum(1)
-        down_k, down_v = torch.zeros_like(own_k), torch.zeros_like(own_v)
+            dk[:, columns] += part_k[0].unflatten(0, (hkv, group)).sum(1)
+            dv[:, columns] += part_v[0].unflatten(0, (hkv, group)).sum(1)
+
+        # Own keys, by the same formula: the query heads of a row and key head are one matrix.
+        d_own_k = torch.zeros_like(own_k)
+        d_own_v = torch.zeros_like(own_v)
         if j:
-            shared = (dout * out).sum(-1).view(r * hkv, group, 1)
+            delta = (dout * out).sum(-1).view(r * hkv, group, 1)
             p = p_own.view(r * hkv, group, j)
-            dgroup, qgroup = dout.reshape(r * hkv, group, d), q.reshape(r * hkv, group, d)
-            ok, ov = own_k.reshape(r * hkv, j, d), own_v.reshape(r * hkv, j, d)
-            ds = p * (torch.bmm(dgroup, ov.transpose(1, 2)) - shared) * scale
-            dq += torch.bmm(ds, ok).view(r, hq, d)
-            down_k = torch.bmm(ds.transpose(1, 2), qgroup).view_as(own_k)
-            down_v = torch.bmm(p.transpose(1, 2), dgroup).view_as(own_v)
-        return dq, dk.transpose(0, 1), dv.transpose(0, 1), down_k, down_v, None, None
+            dout_groups = dout.reshape(r * hkv, group, d)
+            q_groups = q.reshape(r * hkv, group, d)
+            own_keys = own_k.reshape(r * hkv, j, d)
+            own_values = own_v.reshape(r * hkv, j, d)
+            ds = p * (torch.bmm(dout_groups, own_values.transpose(1, 2)) - delta) * scale
+            dq += torch.bmm(ds, own_keys).view(r, hq, d)
+            d_own_k = torch.bmm(ds.transpose(1, 2), q_groups).view_as(own_k)
+            d_own_v = torch.bmm(p.transpose(1, 2), dout_groups).view_as(own_v)
+        return dq, dk.transpose(0, 1), dv.transpose(0, 1), d_own_k, d_own_v, None, None

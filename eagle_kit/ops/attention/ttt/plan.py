@@ -1,4 +1,4 @@
-"""Visible keys of each training row: computed once per packed row, used by every step.
+"""Visible keys of each training row: computed once per packed sequence, used by every step.
 
 Legend: R query rows, T packed tokens.
 """
@@ -31,7 +31,7 @@ class QueryBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryPlan:
-    """Visible prefix keys of query rows; each implementation derives its own representation on first use.
+    """Visible prefix keys of query rows; each implementation derives what it reads on first use.
 
     Attributes:
         rows: positions of the query rows, ascending, int64 ``[R]``.
@@ -46,7 +46,7 @@ class QueryPlan:
     block_rows: int
     reach: int | None = None
 
-    def within(self, window: int | None, step: int) -> "QueryPlan":
+    def with_window(self, window: int | None, step: int) -> "QueryPlan":
         """Plan of the same rows in ``step``, for a head whose layer has a sliding ``window``."""
         if window is None:
             return self
@@ -80,14 +80,18 @@ class QueryBlocks:
     """
 
     def __init__(self, plan: QueryPlan) -> None:
-        self.rows, self.firsts, self.extents = plan.rows, plan.firsts, list(_extents(plan))
-        entries = sum((b - a) * (d - c) for a, b, c, d in self.extents)
-        self._kept = list(self._masked()) if entries <= KEPT_MASK_ENTRIES else None
+        self.rows = plan.rows
+        self.firsts = plan.firsts
+        self.extents = list(_extents(plan))
+        num_entries = 0
+        for start, stop, key_start, key_stop in self.extents:
+            num_entries += (stop - start) * (key_stop - key_start)
+        self._stored = list(self._make()) if num_entries <= KEPT_MASK_ENTRIES else None
 
     def __iter__(self) -> Iterator[QueryBlock]:
-        return self._masked() if self._kept is None else iter(self._kept)
+        return self._make() if self._stored is None else iter(self._stored)
 
-    def _masked(self) -> Iterator[QueryBlock]:
+    def _make(self) -> Iterator[QueryBlock]:
         for start, stop, key_start, key_stop in self.extents:
             mask = span_mask(self.firsts[start:stop], self.rows[start:stop], key_start, key_stop)
             yield QueryBlock(start, stop, key_start, key_stop, mask)
@@ -101,7 +105,9 @@ def span_mask(firsts: torch.Tensor, lasts: torch.Tensor, key_start: int, key_sto
 
 
 def _extents(plan: QueryPlan) -> Iterator[tuple[int, int, int, int]]:
-    rows, doc_start = plan.rows, plan.doc_start
+    """``start, stop, key_start, key_stop`` of blocks: at most ``block_rows`` rows of one document each."""
+    rows = plan.rows
+    doc_start = plan.doc_start
     if rows.numel() == 0:
         return
     start = 0
@@ -113,6 +119,6 @@ def _extents(plan: QueryPlan) -> Iterator[tuple[int, int, int, int]]:
         start += count
 
 
-def plan_rows(rows: torch.Tensor, doc_start: torch.Tensor, block_rows: int = BLOCK_ROWS) -> QueryPlan:
+def plan_queries(rows: torch.Tensor, doc_start: torch.Tensor, block_rows: int = BLOCK_ROWS) -> QueryPlan:
     """Plan of ``rows`` (ascending, int64 ``[R]``) with ``doc_start`` int64 ``[T]``."""
     return QueryPlan(rows, doc_start, block_rows)

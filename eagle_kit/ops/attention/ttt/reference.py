@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from eagle_kit.ops.attention.ttt.plan import QueryBlocks, span_mask
+from eagle_kit.ops.backend import is_differentiated
 
 
 def ttt_attention(
@@ -24,18 +25,30 @@ def ttt_attention(
         q: ``[R, Hq, D]``.
         k, v: ``[T, Hkv, D]``, step 0.
         own_k, own_v: ``[R, Hkv, J, D]``, steps 1..J of the same row; J = 0 at step 0.
-        blocks: the query rows, from :func:`plan_rows`.
+        blocks: the query rows, from :func:`plan_queries`.
 
     Returns:
         ``[R, Hq, D]``; differentiable through autograd.
     """
     out = [q[:0]]
-    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, own_k, own_v))
     for start, stop, key_start, key_stop in blocks.extents:
-        at, seen = slice(start, stop), slice(key_start, key_stop)
-        spans = blocks.firsts[at], blocks.rows[at], key_start
-        args = (q[at], k[seen], v[seen], own_k[at], own_v[at], *spans, scale)
-        out.append(checkpoint(_attend, *args, use_reentrant=False) if keeps else _attend(*args))
+        rows = slice(start, stop)
+        columns = slice(key_start, key_stop)
+        arguments = (
+            q[rows],
+            k[columns],
+            v[columns],
+            own_k[rows],
+            own_v[rows],
+            blocks.firsts[rows],
+            blocks.rows[rows],
+            key_start,
+            scale,
+        )
+        if is_differentiated(q, k, v, own_k, own_v):
+            out.append(checkpoint(_attend, *arguments, use_reentrant=False))
+        else:
+            out.append(_attend(*arguments))
     return torch.cat(out)
 
 

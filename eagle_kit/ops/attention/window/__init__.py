@@ -53,7 +53,7 @@ def window_attention(
             q,
             k_rows,
             v_rows,
-            plan.number,
+            plan.record_columns(),
             variant.scale * k_scale,
             v_scale,
             [*variant.limits],

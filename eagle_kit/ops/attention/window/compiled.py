@@ -21,7 +21,15 @@ def window_attention(
     variant: AttentionVariant,
 ) -> torch.Tensor:
     """See :func:`eagle_kit.ops.attention.window.window_attention`; all fp32 on a CPU."""
-    places = plan.page_size, plan.first_slot, plan.scratch_start, plan.scratch_stride, plan.num_keys
+    sizes = [
+        plan.page_size,
+        plan.first_position,
+        plan.scratch_start,
+        plan.scratch_stride,
+        plan.num_keys,
+        *variant.limits,
+    ]
+    scale, soft_cap, sinks = score_arguments(variant)
     out: torch.Tensor = torch.ops.eagle_kit_cpp.window_attention(
         q.reshape(-1, *q.shape[-2:]).contiguous(),
         k_rows,
@@ -29,7 +37,9 @@ def window_attention(
         plan.page_table.contiguous(),
         plan.prefix_lens.contiguous(),
         plan.ancestors.contiguous(),
-        [*places, *variant.limits],
-        *score_arguments(variant),
+        sizes,
+        scale,
+        soft_cap,
+        sinks,
     )
     return out.view(*q.shape[:-1], -1)

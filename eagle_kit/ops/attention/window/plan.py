@@ -30,11 +30,11 @@ class WindowPlan:
     """Keys of B windows in a store of rows.
 
     Attributes:
-        page_table: int64 ``[B, P]``, page of each run of ``page_size`` slots; a page's slots are the rows
+        page_table: int64 ``[B, P]``, page of each run of ``page_size`` positions; a page's rows are those
             from ``page * page_size``.
-        page_size: slots per page.
-        prefix_lens: int64 ``[B]``, slots before the window.
-        first_slot: number of unused slots at the front of a request, which are not attended to.
+        page_size: rows per page.
+        prefix_lens: int64 ``[B]``, positions before the window.
+        first_position: first position with a key; the ones before it are not attended to.
         scratch_start, scratch_stride: window key j of request b is row ``scratch_start + b * scratch_stride +
             j``.
         num_keys: M; the queries are the last N of the window's keys.
@@ -43,15 +43,15 @@ class WindowPlan:
         num_columns: C, an upper bound on prefix + M known to the host.
         dummy_row: a row of the store that holds finite values.
         dtype: dtype of the queries.
-        arrivals: int32, one for each tile of a key head and request, 0 outside of a launch: counters of the
-            programs that have done their part, of the store whose launches follow one another. None: parts
-            are merged by a launch of their own.
+        arrivals: int32, one counter for each tile of a key head and request, 0 outside of a launch: number of
+            programs that have written their part. All launches of a store share it, as they follow one
+            another. None: parts are merged by a second launch.
     """
 
     page_table: torch.Tensor
     page_size: int
     prefix_lens: torch.Tensor
-    first_slot: int
+    first_position: int
     scratch_start: int
     scratch_stride: int
     num_keys: int
@@ -64,40 +64,61 @@ class WindowPlan:
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns for the reference: ``columns`` int64 ``[B, C]``, rows of the store in the order of
-        attention (the request's prefix, then its window keys directly behind it, so that a token has the same
-        column in a window of any size; unused ones point at the dummy row), and ``mask [B, N, C]``, 0 or
-        -inf."""
-        device, m = self.page_table.device, self.num_keys
+        """Columns for the reference: ``rows`` int64 ``[B, C]`` of the store, and ``mask [B, N, C]``, 0 or
+        -inf.
+
+        Columns are in the order of attention: the request's prefix, then its window keys directly behind it,
+        so that a token has the same column in a window of any size. Unused ones point at the dummy row.
+        """
+        # The row of the store of each column.
+        device = self.page_table.device
         column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
-        page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
-        slots = self.page_table.gather(1, page) * self.page_size + column % self.page_size
         key = column - self.prefix_lens[:, None]
-        in_prefix, in_window = key < 0, (key >= 0) & (key < m)
-        key = key.clamp(0, m - 1)
-        first = self.scratch_start + torch.arange(len(column), device=device)[:, None] * self.scratch_stride
-        rows = torch.where(in_prefix, slots, torch.where(in_window, first + key, self.dummy_row))
+        in_prefix = key < 0
+        in_window = (key >= 0) & (key < self.num_keys)
+        key = key.clamp(0, self.num_keys - 1)
+        request = torch.arange(len(column), device=device)[:, None]
+        scratch = self.scratch_start + request * self.scratch_stride + key
+        rows = torch.where(in_prefix, self.page_rows(column), torch.where(in_window, scratch, self.dummy_row))
+
+        # Nodes see the prefix from its first key on, and their ancestors.
         bits = (self.ancestors[:, :, None] >> key[:, None]) & 1
-        seen = (in_prefix & (column >= self.first_slot))[:, None] | (in_window[:, None] & (bits == 1))
+        seen = (in_prefix & (column >= self.first_position))[:, None] | (in_window[:, None] & (bits == 1))
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
         return rows, mask
 
+    def record_columns(self) -> torch.Tensor:
+        """Make the columns of this plan in one recorded operation, once, and return their key, an int64
+        scalar: the attention of every layer finds them by it (``recorded.py``)."""
+        return self._columns_key
+
+    def page_rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of the store of ``positions`` int64 ``[B, n]``, by the page table. Positions after its last
+        page have rows of that page."""
+        page = (positions // self.page_size).clamp(max=self.page_table.shape[1] - 1)
+        return self.page_table.gather(1, page) * self.page_size + positions % self.page_size
+
     @cached_property
-    def number(self) -> torch.Tensor:
-        """Make :attr:`by_length` within one recorded operation, see ``recorded.py`` -> their number, an int64
-        scalar."""
-        sizes = self.page_size, self.first_slot, self.scratch_start, self.scratch_stride, self.num_keys
-        kind = VIEWED_TYPES.index(self.dtype)
-        number: torch.Tensor = torch.ops.eagle_kit_cpu.window_columns(
-            self.page_table, self.prefix_lens, self.ancestors, [*sizes, self.dummy_row, kind]
+    def _columns_key(self) -> torch.Tensor:
+        sizes = [
+            self.page_size,
+            self.first_position,
+            self.scratch_start,
+            self.scratch_stride,
+            self.num_keys,
+            self.dummy_row,
+            VIEWED_TYPES.index(self.dtype),
+        ]
+        key: torch.Tensor = torch.ops.eagle_kit_cpu.window_columns(
+            self.page_table, self.prefix_lens, self.ancestors, sizes
         )
-        return number
+        return key
 
     def is_recorded_whole(self, backend: Backend | None) -> bool:
-        """Return True if attention is recorded as one operation: where several requests are in groups by
-        length. One alone has few sizes, each of which is recorded."""
-        is_mine = backend is None and type(self) is WindowPlan
-        return is_mine and is_recording() and len(self.page_table) > 1
+        """Return True if attention is recorded as one operation: if several requests are in groups by
+        length. A single request has few sizes, each of which gets its own recording."""
+        is_in_groups = backend is None and type(self) is WindowPlan and len(self.page_table) > 1
+        return is_in_groups and is_recording()
 
     @cached_property
     def by_length(self) -> list[Columns]:
@@ -115,14 +136,14 @@ class WindowPlan:
         return self._limited[limits]
 
     def limit(self, columns: Columns, limits: Limits, firsts: Sequence[int]) -> Columns:
-        """Columns of some requests, from the first on that any of them may attend to (``firsts`` of all
-        requests), masked by ``limits``."""
+        """Columns of some requests, masked by ``limits``. Columns before the first that any of them may
+        attend to are left out; ``firsts`` has the first one of every request of the plan."""
         requests, rows, mask = columns
-        at = slice(None) if requests is None else requests
+        index = slice(None) if requests is None else requests
         members = range(len(firsts)) if requests is None else requests.tolist()
         first = min(firsts[member] for member in members)
-        held = torch.arange(first, rows.shape[1], device=rows.device)
-        seen = seen_within(limits, self.prefix_lens[at], self.ancestors[at], self.num_keys, held)
+        remaining = torch.arange(first, rows.shape[1], device=rows.device)
+        seen = seen_within(limits, self.prefix_lens[index], self.ancestors[index], self.num_keys, remaining)
         return Columns(requests, rows[:, first:], mask[:, :, first:].masked_fill(~seen, float("-inf")))
 
     def in_groups(self, sizes: tuple[int, ...]) -> list[Columns]:
@@ -130,24 +151,24 @@ class WindowPlan:
         rows, mask = replace(self, num_columns=max(sizes)).layout
         if min(sizes) == max(sizes):
             return [Columns(None, rows, mask)]
-        groups: dict[int, list[int]] = {}
+        members_by_size: dict[int, list[int]] = {}
         for request, size in enumerate(sizes):
-            groups.setdefault(size, []).append(request)
-        found = []
-        for size, members in groups.items():
+            members_by_size.setdefault(size, []).append(request)
+        groups = []
+        for size, members in members_by_size.items():
             requests = torch.tensor(members)
-            found.append(Columns(requests, rows[requests, :size], mask[requests, :, :size]))
-        return found
+            groups.append(Columns(requests, rows[requests, :size], mask[requests, :, :size]))
+        return groups
 
 
 def column_counts(num_keys: int, lengths: list[int]) -> tuple[int, ...]:
-    """Numbers of columns for requests with ``lengths`` slots before a window of ``num_keys``."""
+    """Numbers of columns for requests with ``lengths`` positions before a window of ``num_keys``."""
     room = -(-num_keys // COLUMNS) * COLUMNS  # the same sizes for windows of any number of nodes
     return tuple(_bucket(length + room) for length in lengths)
 
 
 def first_columns(limits: Limits, lengths: list[int]) -> tuple[int, ...]:
-    """First columns that windows behind ``lengths`` slots need, rounded down so that sums keep their order:
+    """First columns that windows behind ``lengths`` positions need, rounded down so that sums keep order:
     leading terms that are masked add nothing, as long as BLAS splits the others as before."""
     return tuple(limits.first(length) // SPLIT_TERMS * SPLIT_TERMS for length in lengths)
 
@@ -155,12 +176,15 @@ def first_columns(limits: Limits, lengths: list[int]) -> tuple[int, ...]:
 def reference_columns(
     plan: WindowPlan, q: torch.Tensor, backend: Backend | None, limits: Limits = NO_LIMITS
 ) -> list[Columns]:
-    """Columns for the reference: in groups of similar length on a CPU, unless ``backend`` is given; else, for
-    tensors that the host must not read, those of all requests together."""
+    """Columns for the reference: in groups of similar length on a CPU, unless ``backend`` is given; of all
+    requests together for tensors that the host must not read."""
     if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
         return plan.within(limits)
-    everything = Columns(None, *plan.layout)
-    return [plan.limit(everything, limits, [0] * len(plan.page_table))] if any(limits) else [everything]
+    rows, mask = plan.layout
+    everything = Columns(None, rows, mask)
+    if any(limits):
+        everything = plan.limit(everything, limits, [0] * len(plan.page_table))
+    return [everything]
 
 
 def attend_in_groups(

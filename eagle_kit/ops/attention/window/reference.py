@@ -36,12 +36,12 @@ def window_attention(
     Returns:
         ``[B, N, Hq, D]``.
     """
-
     scaled = replace(variant, scale=variant.scale * k_scale)
 
     def attend(q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        shape = k_rows.shape[0] * len(q), rows.shape[1], q.shape[-1]
-        k, v = (take_rows(x, rows.reshape(-1), q.dtype).view(shape) for x in (k_rows, v_rows))
+        shape = (k_rows.shape[0] * len(q), rows.shape[1], q.shape[-1])
+        k = take_rows(k_rows, rows.reshape(-1), q.dtype).view(shape)
+        v = take_rows(v_rows, rows.reshape(-1), q.dtype).view(shape)
         out = attend_dense(q, k, v, mask, scaled)
         return out if v_scale == 1.0 else out * v_scale
 
@@ -59,16 +59,21 @@ def attend_dense(
     bit.
     """
     b, n, hq, d = q.shape
-    hkv, c = len(k) // b, k.shape[1]
+    hkv = len(k) // b
     g = hq // hkv
-    if (missing := least_nodes(g, d, hkv * b) - n) > 0:
-        q, mask = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
+
+    # Pad a window of few nodes.
+    missing = least_nodes(g, d, hkv * b) - n
+    if missing > 0:
+        q = F.pad(q, (0, 0, 0, 0, 0, missing))
+        mask = F.pad(mask, (0, 0, 0, missing))
     m = q.shape[1]
-    queries = (
-        (q.float() * variant.scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
-    )
+
+    # The query rows of a KV head and request are a matrix.
+    queries = (q.float() * variant.scale).view(b, m, hkv, g, d)
+    queries = queries.permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)
     sinks = None if variant.sinks is None else variant.sinks.view(hkv, 1, 1, g)
-    shape = hkv, b, m, g, c
+    shape = (hkv, b, m, g, k.shape[1])
     out = attend_matrices(queries, k, v, mask[None, :, :, None], shape, variant.soft_cap, sinks)
     return out.view(hkv, b, m, g, -1).permute(1, 2, 0, 3, 4).reshape(b, m, hq, -1)[:, :n]
 
@@ -82,9 +87,14 @@ def attend_matrices(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of scaled ``queries [M, n, D]`` to ``k [M, C, D]`` and ``v [M, C, E]`` -> ``[M, n, E]``; the
-    products of sizes that :mod:`eagle_kit.ops.cpu.summation` knows. ``mask`` fits scores of ``shape``,
-    ``sinks`` their rows. A sink takes its share of the result afterwards, so that sums keep their order."""
+    """Attention of scaled ``queries [M, n, D]`` to ``k [M, C, D]`` and ``v [M, C, E]`` -> ``[M, n, E]``, in
+    products that :mod:`eagle_kit.ops.cpu.summation` keeps in one order.
+
+    Args:
+        mask: broadcasts to ``shape``, a view of the scores ``[M, n, C]``.
+        sinks: broadcasts to ``shape[:-1]``. They take their share of the result afterwards, so that sums keep
+            their order.
+    """
     scores = torch.bmm(queries, k.float().transpose(1, 2)).view(shape)
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -93,15 +103,17 @@ def attend_matrices(
     out = weighted_sum(weights.to(v.dtype), v)
     if sinks is None:
         return out
-    # exp(logsumexp) is that of the best score over its weight; torch's log and sigmoid have other bits in
-    # other places of a tensor
-    kept = 1.0 / (1.0 + torch.exp(sinks.float() - scores.amax(-1)) * weights.amax(-1).view(shape[:-1]))
-    return (out * kept.view(*out.shape[:2], 1)).to(out.dtype)
+
+    # The share of the keys: exp(logsumexp) is exp(best score) over the best weight. Torch's log and sigmoid
+    # would have other bits at other places of a tensor.
+    best_weight = weights.amax(-1).view(shape[:-1])
+    share = 1.0 / (1.0 + torch.exp(sinks.float() - scores.amax(-1)) * best_weight)
+    return (out * share.view(*out.shape[:2], 1)).to(out.dtype)
 
 
 def take_rows(store: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``store [Hkv, R, D]``, ``rows`` int64 ``[n]`` -> ``[Hkv, n, D]``; fp8 as ``dtype``."""
     if store.element_size() > 1:
         return store.index_select(1, rows)
-    held = store.view(torch.uint8).index_select(1, rows)  # torch cannot index fp8
-    return held.view(store.dtype).to(dtype)
+    taken = store.view(torch.uint8).index_select(1, rows)  # torch cannot index fp8
+    return taken.view(store.dtype).to(dtype)

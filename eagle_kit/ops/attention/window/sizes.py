@@ -1,4 +1,4 @@
-"""Sizes of tiles and numbers of parts of window attention, from what the host knows."""
+"""Sizes of tiles and numbers of parts of window attention, from sizes known to the host."""
 
 from typing import NamedTuple
 
@@ -41,14 +41,15 @@ def choose_blocks(
     bytes in flight), as many stages, and then keys, as fit.
     """
     blocks = _choose_blocks(rows, size, query_bytes, store_bytes, facts)
-    of_key, of_query = 2 * block_d(size) * store_bytes, block_d(size) * query_bytes
-    weights = 0 if facts.multiplies_in_groups else blocks.m * query_bytes
+    bytes_per_key = 2 * block_d(size) * store_bytes  # with its value
+    bytes_per_query = block_d(size) * query_bytes
+    weight_bytes = 0 if facts.multiplies_in_groups else blocks.m * query_bytes
     n, stages = facts.fit(
         blocks.n,
         blocks.num_stages,
-        of_key,
-        each=weights,
-        held=blocks.m * of_query,
+        bytes_per_key,
+        extra_bytes=weight_bytes,
+        fixed_bytes=blocks.m * bytes_per_query,
         programs=blocks.resident,
     )
     return blocks._replace(n=n, num_stages=stages)
@@ -57,19 +58,27 @@ def choose_blocks(
 def _choose_blocks(
     rows: int, size: int, query_bytes: int, store_bytes: int, facts: DeviceFacts
 ) -> WindowBlocks:
+    """Block sizes before they are fitted to shared memory."""
     if query_bytes == 4:
         return WindowBlocks(16, 32 if size <= 64 else 16, 4, 2, 2)
     m = min(128, max(16, triton.next_power_of_2(rows)))
     n = min(128, max(32, 16384 // (block_d(size) * store_bytes)))
+
+    # Few rows: keys in flight count.
     if m < 64 and (store_bytes == 1 or size < block_d(size)):
-        return WindowBlocks(m, n // 4 if facts.is_small and store_bytes == 1 else n // 2, 4, 4, 2)
+        n = n // 4 if facts.is_small and store_bytes == 1 else n // 2
+        return WindowBlocks(m, n, 4, 4, 2)
     if m < 64:
         return WindowBlocks(m, n, 4, 3, 2)
+
+    # Many rows: the matrix instructions count.
     if not facts.multiplies_in_groups or size > 128:
         return WindowBlocks(64, 64 if size <= 128 else 32, 8, 3, 1)
     if facts.capability >= 100 and (store_bytes == 1 or size <= 64):  # ptxas spills the others there
         return WindowBlocks(64, 64, 8 if store_bytes == 1 else 4, 3, 1)
-    return WindowBlocks(m, 64, 8, 3, 1) if m == 128 else WindowBlocks(m, 64, 4, 3, 2)
+    if m == 128:
+        return WindowBlocks(m, 64, 8, 3, 1)
+    return WindowBlocks(m, 64, 4, 3, 2)
 
 
 def values_per_element(blocks: WindowBlocks, query_bytes: int, store_bytes: int) -> int:
@@ -81,7 +90,7 @@ def values_per_element(blocks: WindowBlocks, query_bytes: int, store_bytes: int)
 def num_splits(
     batch: int, kv_heads: int, columns: int, rows: int, blocks: WindowBlocks, sms: int = 132
 ) -> int:
-    """Number of parts to split the columns of a request into, from sizes that the host knows.
+    """Number of parts to split the columns of a request into, from sizes known to the host.
 
     One round of programs should fill the ``sms`` multiprocessors; a bound beyond 4,096 columns is always
     split, since lengths may differ; then up to four times as many parts, until the rounds are 80 % full. A
@@ -108,17 +117,25 @@ cache takes a program some 3 microseconds, about as long as a launch, whose prog
 
 
 def merged_rows(rows: int, size: int, splits: int, blocks: WindowBlocks) -> tuple[int, int]:
-    """Rows and parts that the last program of a tile merges at a time, 32 KB of partial results of a plain
-    step's rows and 16 KB of more, which leaves it the registers on every GPU; 0 rows where there are too many
-    parts."""
+    """Rows and parts that the last program of a tile merges at a time; 0 rows where there are too many parts.
+
+    It takes 32 KB of partial results at a time for the few rows of a plain step, and 16 KB for more: as much
+    as the registers hold on every GPU.
+    """
     tile = min(rows, blocks.m)
-    at_once, numbers = (min(4, triton.next_power_of_2(tile)), 8192) if tile <= 4 else (2, 4096)
-    parts = max(1, numbers // (at_once * block_d(size)))
-    return (at_once if tile * splits * size <= MERGED_NUMBERS else 0), parts
+    merged = 2
+    numbers = 4096
+    if tile <= 4:
+        merged = min(4, triton.next_power_of_2(tile))
+        numbers = 8192
+    parts = max(1, numbers // (merged * block_d(size)))
+    if tile * splits * size > MERGED_NUMBERS:
+        merged = 0
+    return merged, parts
 
 
 def few_enough(splits: int, programs: int, columns: int, most: int, sms: int = 132) -> int:
-    """``splits`` for ``programs`` tiles, or the ``most`` that the last program merges, where these still give
-    each multiprocessor a program: two blocks in flight are all that its share of the bandwidth needs."""
+    """``splits`` for ``programs`` tiles, or at most the ``most`` that the last program merges, if these still
+    give each multiprocessor a program: two blocks in flight use its share of the bandwidth."""
     keeps_busy = programs * most >= 0.8 * sms and most >= triton.cdiv(columns, 4096)
     return most if splits > most and keeps_busy else splits

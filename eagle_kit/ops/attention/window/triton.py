@@ -1,6 +1,6 @@
 """Window attention by flash decoding over parts of the keys, which the last program of a request merges.
 
-A request attends to columns ``0 .. prefix + M - 1``: its prefix slots, then its window keys. With
+A request attends to columns ``0 .. prefix + M - 1``: its prefix, then its window keys. With
 ``c = scale k_scale log2(e)`` and scores ``S = c q k^T``, a part of the columns gives, for each query row,
 
     m = max S,    P = exp2(S - m),    o = P v / sum(P),    L = m + log2(sum(P)),
@@ -27,22 +27,26 @@ After FlashAttention-2 (arXiv 2307.08691) and flash decoding (Dao et al. 2023); 
 SpecInfer (arXiv 2305.09781).
 
 Legend: B requests, N query nodes, M window keys, Hq / Hkv heads, G = Hq / Hkv, D head size, R rows of the
-store, C a bound on columns, S parts.
+store, C a bound on columns, S parts. In kernels: ``m`` query rows of a tile, ``n`` keys of a block, ``d``
+elements of a key, ``e`` elements of a value as they are loaded (pairs of fp8 values are one, PAIR = 2).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.ops.attention.variant import AttentionVariant, Limits
-from eagle_kit.ops.attention.window.fold import (
+from eagle_kit.ops.attention.online_softmax import (
+    LOG2_E,
     count_bits,
     first_seen,
-    fold,
-    fold_blocks,
+    load_rows,
+    page_rows,
     score_factors,
     tanh,
+    update,
+    update_by_blocks,
 )
+from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 from eagle_kit.ops.attention.window.merge import merge, merge_rows, share
 from eagle_kit.ops.attention.window.plan import WindowPlan
 from eagle_kit.ops.attention.window.sizes import (
@@ -79,106 +83,142 @@ def _window(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, MERGED: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of query rows of one key head to one part of the columns of one request. With
-    SPLIT, ``partial`` takes partial results ``[B, Hkv, S, N * G, D]``, ``lse [B, Hkv, S, N * G]`` their
-    base-2 log-sum-exp; with MERGED rows at a time, the last program of a tile by its counter in ``arrivals``
-    merges them."""
+    """Attention of a tile of query rows of one key head to one part of the columns of one request. Grid
+    ``(tiles * Hkv, S, B)``.
+
+    With SPLIT, ``partial`` takes partial results ``[B, Hkv, S, N * G, D]`` and ``lse [B, Hkv, S, N * G]``
+    their base-2 log-sum-exp. With MERGED, the last program of a tile by its counter in ``arrivals`` merges
+    them, so many rows at a time.
+    """
     wait_for_launch(PDL)
-    tile, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
-    part, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0) // HKV
+    head = tl.program_id(0) % HKV
+    part = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+
+    # Blocks of this part, begin .. end - 1.
     prefix = tl.load(prefix_lens + request).to(tl.int32)
-    skipped, count, each = share(prefix, num_keys, tl.num_programs(1), WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS)
-    begin = skipped + part * each
-    if begin >= count:
+    first_block, num_blocks, part_blocks = share(
+        prefix, num_keys, tl.num_programs(1), WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS
+    )
+    begin = first_block + part * part_blocks
+    if begin >= num_blocks:
         return
-    end = tl.minimum(begin + each, count)
+    end = tl.minimum(begin + part_blocks, num_blocks)
+
+    # Every node attends to all keys of the blocks gap .. resume - 1, which lie in the prefix: they need no
+    # mask. The blocks before them are cut by limits, those behind by the end of the prefix.
     lowest = tl.maximum(FIRST, first_seen(prefix, WINDOW, CHUNK))
-    # every node attends to all of the blocks from gap to resume, which lie in the prefix
     highest = tl.maximum(FIRST, first_seen(prefix + num_keys - 1, WINDOW, CHUNK))
     gap = tl.minimum(tl.maximum(begin, tl.cdiv(highest, BLOCK_N)), end)
     resume = tl.maximum(gap, tl.minimum(prefix // BLOCK_N, end))
 
-    r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    n, d, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // PAIR)
-    live, inside = r < num_rows, (d < D)[None, :]
-    node = r // G
-    first = request * (num_rows * HKV * D)
-    mine = (node * (HKV * G) + head * G + r % G)[:, None] * D + d[None, :]
-    queries = tl.load(q + first + mine, live[:, None] & inside, 0.0)
-    bits = tl.load(ancestors + request * bits_stride_b + node * bits_stride_n, live, 0)
+    # Load the queries and the ancestor bits of their nodes.
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_D // PAIR)
+    is_row = m < num_rows
+    in_head = (d < D)[None, :]
+    node = m // G
+    first_query = request * (num_rows * HKV * D)
+    q_at = (node * (HKV * G) + head * G + m % G)[:, None] * D + d[None, :]
+    queries = tl.load(q + first_query + q_at, is_row[:, None] & in_head, 0.0)
+    bits = tl.load(ancestors + request * bits_stride_b + node * bits_stride_n, is_row, 0)
+
+    # Where this request's pages and this head's keys and values are.
     table = page_table + request * table_stride
-    plane = head.to(tl.int64) * store_rows
-    k, v = k_rows + plane * D, v_rows + plane * (D // PAIR)
+    head_row = head.to(tl.int64) * store_rows
+    k = k_rows + head_row * D
+    v = v_rows + head_row * (D // PAIR)
+
+    # An empty softmax; the first part has the sinks in it.
     acc = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
-    odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc_odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
-        sink = tl.load(sinks + head * G + r % G).to(tl.float32) * 1.4426950408889634
-        top = tl.where(part == 0, sink, top)
-        total = tl.where(part == 0, 1.0, total)
-    acc, odd, top, total = fold_blocks(
-        acc, odd, top, total, queries, k, v, table, gap, resume, factor, cap,
+        sink = tl.load(sinks + head * G + m % G).to(tl.float32) * LOG2_E
+        row_max = tl.where(part == 0, sink, row_max)
+        row_sum = tl.where(part == 0, 1.0, row_sum)
+
+    # Blocks without a mask.
+    acc, acc_odd, row_max, row_sum = update_by_blocks(
+        acc, acc_odd, row_max, row_sum, queries, k, v, table, gap, resume, factor, cap,
         D, PAIR, PAGE, BLOCK_N, BLOCK_D, CAPPED,
     )  # fmt: skip
+
+    # Positions of the nodes: behind the prefix by the number of their ancestors.
     if WINDOW > 0 or CHUNK > 0:
-        own = (num_keys - num_rows // G + node).to(tl.int64)
-        before = bits & ((tl.full([BLOCK_M], 1, tl.int64) << own << 1) - 1)
+        own_key = (num_keys - num_rows // G + node).to(tl.int64)
+        before = bits & ((tl.full([BLOCK_M], 1, tl.int64) << own_key << 1) - 1)
         # A column: Triton 3.7 does not compile chunks of positions that it needs in two layouts.
         position = (prefix + count_bits(before) - 1)[:, None]
         first_of = first_seen(position, WINDOW, CHUNK)
         behind = (before >> 1) & 0x7FFFFFFFFFFFFFFF
+
+    # The other blocks, masked.
     scratch = request * scratch_stride + scratch_start
     for step in tl.range(begin, end - (resume - gap), num_stages=1):
+        # Load the keys and values of the block: from pages in the prefix, from the scratch behind it.
         column = tl.where(step < gap, step, step + (resume - gap)) * BLOCK_N + n
         in_prefix = (column < prefix) & (column >= lowest)
         key = column - prefix
         in_window = (key >= 0) & (key < num_keys)
-        page = tl.load(table + column // PAGE, in_prefix, 0)
-        row = tl.where(in_prefix, page * PAGE + column % PAGE, scratch + key)[:, None]
-        there = (in_prefix | in_window)[:, None]
-        keys = tl.load(k + (row * D + d[None, :]), there & inside, 0.0)
-        values = tl.load(v + (row * (D // PAIR) + e[None, :]), there & (e < D // PAIR)[None, :], 0.0)
+        row = tl.where(in_prefix, page_rows(table, column, in_prefix, PAGE), scratch + key)[:, None]
+        present = (in_prefix | in_window)[:, None]
+        keys, values = load_rows(k, v, row, present, d, e, D, PAIR)
+
+        # Mask: all of the prefix, and a node's ancestors in the window, within the limits.
         bit = tl.where(in_window, key, 0).to(tl.int64)
-        chosen = ((bits[:, None] >> bit[None, :]) & 1) != 0
-        seen = in_prefix[None, :] | (in_window[None, :] & chosen)
+        is_ancestor = ((bits[:, None] >> bit[None, :]) & 1) != 0
+        seen = in_prefix[None, :] | (in_window[None, :] & is_ancestor)
         if WINDOW > 0 or CHUNK > 0:
-            place = position - count_bits(behind[:, None] >> bit[None, :])
-            place = tl.where(in_prefix[None, :], column[None, :], place)
-            seen = seen & (place >= first_of)
+            key_position = position - count_bits(behind[:, None] >> bit[None, :])
+            key_position = tl.where(in_prefix[None, :], column[None, :], key_position)
+            seen = seen & (key_position >= first_of)
+
+        # Scores, and the softmax with them.
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         if CAPPED:
             scores = tanh(scores * cap)
         scores = tl.where(seen, scores, float("-inf"))
-        acc, odd, top, total = fold(acc, odd, top, total, scores, values, factor, queries.dtype, True)
+        acc, acc_odd, row_max, row_sum = update(
+            acc, acc_odd, row_max, row_sum, scores, values, factor, queries.dtype, True
+        )
 
     if PAIR == 2:
-        acc = tl.reshape(tl.join(acc, odd), [BLOCK_M, BLOCK_D])
-    mass = tl.where(total > 0.0, total, 1.0)
-    parts = tl.cdiv(count - skipped, each)
+        acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
+    row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)  # a row without a key gets zeros
+    parts = tl.cdiv(num_blocks - first_block, part_blocks)
     if SPLIT and (MERGED == 0 or parts > 1):
-        held = (request * HKV + head) * tl.num_programs(1) * num_rows
-        at = held + part * num_rows
-        tl.store(partial + at * D + r[:, None] * D + d[None, :], acc / mass[:, None], live[:, None] & inside)
-        tl.store(lse + at + r, top + tl.log2(mass), live)
+        # Store this part's result.
+        first_part = (request * HKV + head) * tl.num_programs(1) * num_rows
+        part_at = first_part + part * num_rows
+        partial_at = partial + part_at * D + m[:, None] * D + d[None, :]
+        tl.store(partial_at, acc / row_sum[:, None], is_row[:, None] & in_head)
+        tl.store(lse + part_at + m, row_max + tl.log2(row_sum), is_row)
+
+        # The program that arrives last merges all parts of the tile.
         if MERGED > 0:
             counter = arrivals + (request * tl.num_programs(0) + tl.program_id(0))
-            tl.debug_barrier()  # all of this program's parts are written before it says so
+            tl.debug_barrier()  # this program's part is written before it is counted
             if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
                 tl.store(counter, 0)
                 for begin_row in range(
                     tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows), MERGED
                 ):
-                    m = begin_row + tl.arange(0, MERGED)
-                    merged, whole = merge_rows(
-                        partial, lse, held, m, m < num_rows, parts, num_rows, D, BLOCK_S, BLOCK_D
+                    r = begin_row + tl.arange(0, MERGED)
+                    merged, total = merge_rows(
+                        partial, lse, first_part, r, r < num_rows, parts, num_rows, D, BLOCK_S, BLOCK_D
                     )  # fmt: skip
-                    result = (merged * (v_scale / whole)[:, None]).to(out.dtype.element_ty)
-                    to = ((m // G) * (HKV * G) + head * G + m % G)[:, None] * D + d[None, :]
-                    tl.store(out + first + to, result, (m < num_rows)[:, None] & inside)
+                    result = (merged * (v_scale / total)[:, None]).to(out.dtype.element_ty)
+                    out_at = ((r // G) * (HKV * G) + head * G + r % G)[:, None] * D + d[None, :]
+                    tl.store(out + first_query + out_at, result, (r < num_rows)[:, None] & in_head)
     else:
-        result = (acc * (v_scale / mass)[:, None]).to(out.dtype.element_ty)
-        tl.store(out + first + mine, result, live[:, None] & inside)
+        # The only part: store the result.
+        result = (acc * (v_scale / row_sum)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + first_query + q_at, result, is_row[:, None] & in_head)
 
 
 @torch.library.custom_op("eagle_kit::window_attention", mutates_args=("arrivals",))
@@ -189,7 +229,7 @@ def window_attention_op(
     page_table: torch.Tensor,
     page_size: int,
     prefix_lens: torch.Tensor,
-    first_slot: int,
+    first_position: int,
     scratch_start: int,
     scratch_stride: int,
     num_keys: int,
@@ -205,53 +245,75 @@ def window_attention_op(
 ) -> torch.Tensor:
     """Window attention of ``q [B, N, Hq, D]`` and a store, both contiguous; ``splits`` overrides
     :func:`num_splits`. Without ``arrivals``, parts are merged by a second launch."""
-    (b, nodes, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
+    b, nodes, hq, d = q.shape
+    hkv, store_rows, _ = k_rows.shape
     out = torch.empty_like(q)
     if q.numel() == 0:
         return out
+
+    # Tiles, and the number of parts of a request.
     rows = nodes * (hq // hkv)
     facts = device_facts(q.device)
     blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), facts)
+    tiles = triton.cdiv(rows, blocks.m)
     if splits is None:
         span = Limits(*limits).span(num_keys + blocks.n)
         columns = min(num_columns, span or num_columns)
         splits = num_splits(b, hkv, columns, rows, blocks, facts.multiprocessors)
         if arrivals is not None:
             most = MERGED_NUMBERS // (min(rows, blocks.m) * d)
-            splits = few_enough(
-                splits, b * hkv * triton.cdiv(rows, blocks.m), columns, most, facts.multiprocessors
-            )
-    partial, lse = out, out
+            splits = few_enough(splits, b * hkv * tiles, columns, most, facts.multiprocessors)
+
+    # Partial results, and who merges them.
+    partial = out
+    lse = out
     if splits > 1:
         partial = q.new_empty(b, hkv, splits, rows, d, dtype=torch.float32)
         lse = q.new_empty(b, hkv, splits, rows, dtype=torch.float32)
-    tiles = triton.cdiv(rows, blocks.m)
     merged, parts = merged_rows(rows, d, splits, blocks)
     if splits == 1 or arrivals is None or b * hkv * tiles > arrivals.numel():
         merged = 0
+
+    factor, cap = score_factors(scale, soft_cap)
+    pair = values_per_element(blocks, q.element_size(), k_rows.element_size())
     shape = {
-        **{"G": hq // hkv, "HKV": hkv, "D": d, "MIN_BLOCKS": MIN_KEYS // blocks.n},
-        **{"BLOCK_N": blocks.n, "BLOCK_D": block_d(d), "WINDOW": limits[0], "CHUNK": limits[1]},
+        "G": hq // hkv,
+        "HKV": hkv,
+        "D": d,
+        "MIN_BLOCKS": MIN_KEYS // blocks.n,
+        "BLOCK_N": blocks.n,
+        "BLOCK_D": block_d(d),
+        "WINDOW": limits[0],
+        "CHUNK": limits[1],
         **launch_options(q.device),
     }
-    pair = values_per_element(blocks, q.element_size(), k_rows.element_size())
     _window[(tiles * hkv, splits, b)](
-        *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows),
-        *(page_table, prefix_lens, ancestors, q if sinks is None else sinks, out, partial, lse),
+        q,
+        k_rows,
+        v_rows.view(torch.int16) if pair == 2 else v_rows,
+        page_table,
+        prefix_lens,
+        ancestors,
+        q if sinks is None else sinks,
+        out,
+        partial,
+        lse,
         prefix_lens if arrivals is None else arrivals,
-        *(
-            *score_factors(scale, soft_cap),
-            v_scale,
-            rows,
-            store_rows,
-            page_table.stride(0),
-            *ancestors.stride(),
-        ),
-        *(scratch_start, scratch_stride, num_keys),
+        factor,
+        cap,
+        v_scale,
+        rows,
+        store_rows,
+        page_table.stride(0),
+        ancestors.stride(0),
+        ancestors.stride(1),
+        scratch_start,
+        scratch_stride,
+        num_keys,
         **shape,
         PAIR=pair,
         PAGE=page_size,
-        FIRST=first_slot,
+        FIRST=first_position,
         SPLIT=splits > 1,
         BLOCK_M=blocks.m,
         CAPPED=soft_cap is not None,
@@ -263,7 +325,14 @@ def window_attention_op(
     )
     if splits > 1 and not merged:
         merge[(rows, hkv, b)](
-            *(partial, lse, prefix_lens, out, v_scale, rows, num_keys, splits),
+            partial,
+            lse,
+            prefix_lens,
+            out,
+            v_scale,
+            rows,
+            num_keys,
+            splits,
             **shape,
             BLOCK_S=16,
             num_warps=4,
@@ -294,7 +363,7 @@ def window_attention(
         plan.page_table if plan.page_table.stride(1) == 1 else plan.page_table.contiguous(),
         plan.page_size,
         plan.prefix_lens.contiguous(),
-        plan.first_slot,
+        plan.first_position,
         plan.scratch_start,
         plan.scratch_stride,
         plan.num_keys,
@@ -302,7 +371,7 @@ def window_attention(
         plan.num_columns,
         variant.scale * k_scale,
         v_scale,
-        [*variant.limits],
+        list(variant.limits),
         variant.soft_cap,
         variant.sinks,
         plan.arrivals,

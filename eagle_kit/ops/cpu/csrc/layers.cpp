@@ -1,5 +1,5 @@
-// What lies between linear layers: RMSNorm, SwiGLU, rotary positions with the store of keys and values, and
-// what follows a window, the commit of its rows.
+// Operations between linear layers: RMSNorm, SwiGLU, rotary positions with the store of keys and values; and
+// the commit of a window's rows.
 
 #include <cmath>
 #include <tuple>
@@ -8,7 +8,7 @@
 #include "threads.h"
 #include "vectors.h"
 
-// Elements that are worth a thread.
+// Elements from which on another thread is worth its start.
 constexpr int64_t GRAIN = 1 << 14;
 
 // y[size] = x / sqrt(mean(x^2) + eps) weight
@@ -35,8 +35,10 @@ static int64_t norm_size(const Tensor& x, const Tensor& weight) {
 
 // x [..., H], weight [H], both contiguous -> the norm.
 static Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  const int64_t size = norm_size(x, weight), rows = x.numel() / size;
-  const float *from = floats(x), *factors = floats(weight);
+  const int64_t size = norm_size(x, weight);
+  const int64_t rows = x.numel() / size;
+  const float* from = floats(x);
+  const float* factors = floats(weight);
   Tensor out = torch::stable::empty_like(x);
   float* to = own_floats(out);
   Threads::share(rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
@@ -48,11 +50,16 @@ static Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 // x and residual [..., H] -> the norm of their sum, and the sum.
 static std::tuple<Tensor, Tensor> add_rms_norm(
     const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
-  const int64_t size = norm_size(x, weight), rows = x.numel() / size;
+  const int64_t size = norm_size(x, weight);
+  const int64_t rows = x.numel() / size;
   STD_TORCH_CHECK(residual.numel() == x.numel(), "x and residual differ in size");
-  const float *a = floats(x), *b = floats(residual), *factors = floats(weight);
-  Tensor out = torch::stable::empty_like(x), sum = torch::stable::empty_like(x);
-  float *to = own_floats(out), *total = own_floats(sum);
+  const float* a = floats(x);
+  const float* b = floats(residual);
+  const float* factors = floats(weight);
+  Tensor out = torch::stable::empty_like(x);
+  Tensor sum = torch::stable::empty_like(x);
+  float* to = own_floats(out);
+  float* total = own_floats(sum);
   Threads::share(rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t i = t * size; i < (t + 1) * size; ++i) total[i] = a[i] + b[i];
@@ -71,14 +78,17 @@ static Vector gated(Vector gate, Vector up) {
 // gate_up [T, 2 I] contiguous, the gate first -> silu(gate) up [T, I].
 static Tensor swiglu(const Tensor& gate_up) {
   STD_TORCH_CHECK(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "not gate and up");
-  const int64_t rows = gate_up.size(0), size = gate_up.size(1) / 2, whole = size / LANES * LANES;
+  const int64_t rows = gate_up.size(0);
+  const int64_t size = gate_up.size(1) / 2;
+  const int64_t whole = size / LANES * LANES;
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, size));
   const float* from = floats(gate_up);
   Tensor out = torch::stable::new_empty(gate_up, {rows, size});
   float* to = own_floats(out);
   Threads::share(rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const float *gate = from + 2 * t * size, *up = gate + size;
+      const float* gate = from + 2 * t * size;
+      const float* up = gate + size;
       float* y = to + t * size;
       for (int64_t i = 0; i < whole; i += LANES)
         *(Loose*)(y + i) = gated(*(const Loose*)(gate + i), *(const Loose*)(up + i));
@@ -92,14 +102,15 @@ static Tensor swiglu(const Tensor& gate_up) {
   return out;
 }
 
-// y[E] = x cos + (x with its pairs swapped) sin, the others copied; x and y apart.
+// y[E] = x cos + (x with its pairs swapped) sin, the other elements copied; x and y do not overlap.
 static void rotate(
     const float* x, const float* cos, const float* sin, int64_t rotated, int64_t size, bool interleaved,
     float* y) {
   const int64_t half = rotated / 2;
   if (interleaved) {
     for (int64_t i = 0; i < half; ++i) {
-      const float a = x[2 * i], b = x[2 * i + 1];
+      const float a = x[2 * i];
+      const float b = x[2 * i + 1];
       y[2 * i] = std::fma(b, sin[i], a * cos[i]);
       y[2 * i + 1] = std::fma(a, sin[half + i], b * cos[half + i]);
     }
@@ -110,46 +121,59 @@ static void rotate(
   std::copy(x + rotated, x + size, y + rotated);
 }
 
-// positions [T], inv_freq [E / 2] -> cosines (c, c) and signed sines (-s, s), [T, 1, E]. One of each takes as
-// long as some 32 other elements.
+// positions [T], inv_freq [E / 2] -> cosines (c, c) and signed sines (-s, s), [T, 1, E]. A cosine and a sine
+// take as long as some 32 other elements.
 static std::tuple<Tensor, Tensor> rotation_table(
     const Tensor& positions, const Tensor& inv_freq, double magnitude) {
-  const int64_t count = positions.numel(), half = inv_freq.numel(), *at = numbers(positions);
+  const int64_t count = positions.numel();
+  const int64_t half = inv_freq.numel();
+  const int64_t* position = numbers(positions);
   const float* frequencies = floats(inv_freq);
   Tensor cos = torch::stable::new_empty(inv_freq, {count, 1, 2 * half});
   Tensor sin = torch::stable::new_empty(inv_freq, {count, 1, 2 * half});
-  float *cosines = own_floats(cos), *sines = own_floats(sin);
+  float* cosines = own_floats(cos);
+  float* sines = own_floats(sin);
   Threads::share(
       count, std::max<int64_t>(1, GRAIN / 32 / std::max<int64_t>(1, half)), [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t)
           for (int64_t i = 0; i < half; ++i) {
-            const float angle = (float)at[t] * frequencies[i];
-            const float c = std::cos(angle) * (float)magnitude, s = std::sin(angle) * (float)magnitude;
-            float *to = cosines + 2 * t * half + i, *also = sines + 2 * t * half + i;
-            to[0] = to[half] = c, also[0] = -s, also[half] = s;
+            const float angle = (float)position[t] * frequencies[i];
+            const float c = std::cos(angle) * (float)magnitude;
+            const float s = std::sin(angle) * (float)magnitude;
+            float* cosine = cosines + 2 * t * half + i;
+            float* sine = sines + 2 * t * half + i;
+            cosine[0] = c;
+            cosine[half] = c;
+            sine[0] = -s;
+            sine[half] = s;
           }
       });
   return {cos, sin};
 }
 
-// Rows [T] of a store [Hkv, R, D] that keys or values are written to.
+// A store [Hkv, R, D] of keys or values, or none, checked for writes of `count` tokens to the rows `index`.
 struct Store {
   float* rows = nullptr;
-  int64_t head = 0, row = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+
   Store(
-      const std::optional<Tensor>& store, const std::optional<Tensor>& at, int64_t count, int64_t others,
-      int64_t size) {
-    STD_TORCH_CHECK(store.has_value() == at.has_value(), "stores and rows are given together");
+      const std::optional<Tensor>& store, const std::optional<Tensor>& index, int64_t count,
+      int64_t num_kv_heads, int64_t size) {
+    STD_TORCH_CHECK(store.has_value() == index.has_value(), "stores and rows are given together");
     if (!store) return;
     STD_TORCH_CHECK(
         store->scalar_type() == torch::headeronly::ScalarType::Float && store->dim() == 3 &&
-            store->stride(2) == 1 && store->size(0) == others && store->size(2) == size &&
-            at->numel() == count,
+            store->stride(2) == 1 && store->size(0) == num_kv_heads && store->size(2) == size &&
+            index->numel() == count,
         "keys do not fit their store");
-    const int64_t *given = numbers(*at), held = store->size(1);
+    const int64_t* row = numbers(*index);
+    const int64_t num_rows = store->size(1);
     for (int64_t t = 0; t < count; ++t)
-      STD_TORCH_CHECK(given[t] >= 0 && given[t] < held, "a row is not in the store");
-    rows = own_floats(*store), head = store->stride(0), row = store->stride(1);
+      STD_TORCH_CHECK(row[t] >= 0 && row[t] < num_rows, "a row is not in the store");
+    rows = own_floats(*store);
+    head_stride = store->stride(0);
+    row_stride = store->stride(1);
   }
 };
 
@@ -160,27 +184,41 @@ static std::tuple<Tensor, Tensor, Tensor> rope_store(
     const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double eps, bool interleaved,
     const std::optional<Tensor>& k_rows, const std::optional<Tensor>& v_rows,
     const std::optional<Tensor>& rows, bool returns_kv) {
-  const int64_t count = qkv.size(0), all = qkv.size(1), size = qkv.size(2), rotated = cos.size(2);
-  const int64_t others = (all - heads) / 2, returned = returns_kv ? count : 0;
+  // Check the tensors.
+  const int64_t count = qkv.size(0);
+  const int64_t all_heads = qkv.size(1);
+  const int64_t size = qkv.size(2);
+  const int64_t rotated = cos.size(2);
+  const int64_t num_kv_heads = (all_heads - heads) / 2;
+  const int64_t returned = returns_kv ? count : 0;
   STD_TORCH_CHECK(
       cos.numel() == count * rotated && sin.numel() == cos.numel() && rotated <= size && rotated % 2 == 0 &&
           (!q_norm || (q_norm->numel() == size && k_norm->numel() == size)),
       "heads, positions and norms do not fit");
-  const float *from = floats(qkv), *cosines = floats(cos), *sines = floats(sin);
-  const float *q_weight = floats(q_norm), *k_weight = floats(k_norm);
-  const Store key_store(k_rows, rows, count, others, size), value_store(v_rows, rows, count, others, size);
-  const int64_t* at = rows ? numbers(*rows) : nullptr;
+  const float* from = floats(qkv);
+  const float* cosines = floats(cos);
+  const float* sines = floats(sin);
+  const float* q_weight = floats(q_norm);
+  const float* k_weight = floats(k_norm);
+  const Store key_store(k_rows, rows, count, num_kv_heads, size);
+  const Store value_store(v_rows, rows, count, num_kv_heads, size);
+  const int64_t* row = rows ? numbers(*rows) : nullptr;
   Tensor q = torch::stable::new_empty(qkv, {count, heads, size});
-  Tensor k = torch::stable::new_empty(qkv, {returned, others, size});
-  Tensor v = torch::stable::new_empty(qkv, {returned, others, size});
-  float *queries = own_floats(q), *keys = own_floats(k), *values = own_floats(v);
-  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, all * size));
+  Tensor k = torch::stable::new_empty(qkv, {returned, num_kv_heads, size});
+  Tensor v = torch::stable::new_empty(qkv, {returned, num_kv_heads, size});
+  float* queries = own_floats(q);
+  float* keys = own_floats(k);
+  float* values = own_floats(v);
+  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, all_heads * size));
   Threads::share(count, grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> normed(size), turned(size);
+    std::vector<float> normed(size);
+    std::vector<float> turned(size);
     for (int64_t t = begin; t < end; ++t)
-      for (int64_t head = 0; head < all; ++head) {
-        const float* x = from + (t * all + head) * size;
-        const bool is_query = head < heads, is_value = head >= heads + others;
+      for (int64_t head = 0; head < all_heads; ++head) {
+        // Norm and rotate queries and keys.
+        const float* x = from + (t * all_heads + head) * size;
+        const bool is_query = head < heads;
+        const bool is_value = head >= heads + num_kv_heads;
         if (!is_value) {
           if (const float* weight = is_query ? q_weight : k_weight) {
             norm_row(x, weight, size, (float)eps, normed.data());
@@ -191,10 +229,14 @@ static std::tuple<Tensor, Tensor, Tensor> rope_store(
           x = to;
         }
         if (is_query) continue;
-        const int64_t mine = (head - heads) % others;
-        if (returns_kv) std::copy_n(x, size, (is_value ? values : keys) + (t * others + mine) * size);
+
+        // Return and store keys and values.
+        const int64_t kv_head = (head - heads) % num_kv_heads;
+        if (returns_kv)
+          std::copy_n(x, size, (is_value ? values : keys) + (t * num_kv_heads + kv_head) * size);
         const Store& store = is_value ? value_store : key_store;
-        if (store.rows) std::copy_n(x, size, store.rows + mine * store.head + at[t] * store.row);
+        if (store.rows)
+          std::copy_n(x, size, store.rows + kv_head * store.head_stride + row[t] * store.row_stride);
       }
   });
   return {q, k, v};
@@ -205,34 +247,46 @@ static std::tuple<Tensor, Tensor, Tensor> rope_store(
 static void commit_rows(
     const Tensor& store, const Tensor& page_table, int64_t page_size, const Tensor& nodes,
     const Tensor& first, const Tensor& counts, int64_t scratch, int64_t stride) {
-  const int64_t batch = nodes.size(0), most = nodes.size(1), pages = page_table.size(1);
-  const int64_t size = store.size(store.dim() - 1), held = store.size(store.dim() - 2);
+  // Check the tensors.
+  const int64_t batch = nodes.size(0);
+  const int64_t max_nodes = nodes.size(1);
+  const int64_t pages = page_table.size(1);
+  const int64_t size = store.size(store.dim() - 1);
+  const int64_t num_rows = store.size(store.dim() - 2);
   STD_TORCH_CHECK(
       page_table.size(0) == batch && first.numel() == batch && counts.numel() == batch && size > 0 &&
-          held > 0 && page_size > 0,
+          num_rows > 0 && page_size > 0,
       "windows and their requests do not fit");
-  const int64_t *tables = numbers(page_table), *node = numbers(nodes), *from = numbers(first),
-                *many = numbers(counts);
-  std::vector<std::pair<int64_t, int64_t>> copies;  // from row to row
+  const int64_t* tables = numbers(page_table);
+  const int64_t* node = numbers(nodes);
+  const int64_t* first_position = numbers(first);
+  const int64_t* count = numbers(counts);
+
+  // Pairs of a row of the scratch and the row of a page.
+  std::vector<std::pair<int64_t, int64_t>> copies;
   for (int64_t b = 0; b < batch; ++b)
-    for (int64_t i = 0; i < std::min(many[b], most); ++i) {
-      const int64_t position = from[b] + i, page = position / page_size;
+    for (int64_t i = 0; i < std::min(count[b], max_nodes); ++i) {
+      const int64_t position = first_position[b] + i;
+      const int64_t page = position / page_size;
       STD_TORCH_CHECK(position >= 0 && page < pages, "a position has no page");
-      const int64_t source = scratch + b * stride + node[b * most + i];
+      const int64_t source = scratch + b * stride + node[b * max_nodes + i];
       const int64_t target = tables[b * pages + page] * page_size + position % page_size;
       STD_TORCH_CHECK(
-          node[b * most + i] >= 0 && source >= 0 && source < held && target >= 0 && target < held,
+          node[b * max_nodes + i] >= 0 && source >= 0 && source < num_rows && target >= 0 &&
+              target < num_rows,
           "a row is not in the store");
       copies.emplace_back(source, target);
     }
+
+  // Copy them in all layers and heads.
   floats(store);  // checks it
   float* rows = own_floats(store);
-  const int64_t others = store.numel() / (held * size);
+  const int64_t planes = store.numel() / (num_rows * size);
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, size * copies.size()));
-  Threads::share(others, grain, [&](int64_t begin, int64_t end) {
+  Threads::share(planes, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       for (const auto& [source, target] : copies)
-        std::copy_n(rows + (i * held + source) * size, size, rows + (i * held + target) * size);
+        std::copy_n(rows + (i * num_rows + source) * size, size, rows + (i * num_rows + target) * size);
   });
 }
 

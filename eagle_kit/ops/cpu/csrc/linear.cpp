@@ -5,30 +5,34 @@
 #include "threads.h"
 #include "vectors.h"
 
-// Multiply-adds that are worth a thread.
+// Multiply-adds from which on another thread is worth its start.
 constexpr int64_t GRAIN = 1 << 16;
 
 static int64_t panel_width() { return PANEL; }
 
-// to [rows, outputs] of x [rows, inputs], the panels' numbers and biases or null.
+// out [rows, outputs] = x [rows, inputs] times the weight in `panels`, plus `biases`, which may be null.
 template <typename Number>
 static void multiply(
     const float* x, int64_t rows, int64_t inputs, const Number* panels, const float* biases, int64_t outputs,
-    float* to) {
+    float* out) {
   const int64_t count = (outputs + PANEL - 1) / PANEL;
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, rows * inputs * PANEL));
   Threads::share(count, grain, [&](int64_t begin, int64_t end) {
-    static thread_local std::vector<float>
-        sums;  // of a panel: rows of the result can share lines of the cache
+    // Sums of a panel: in the result, rows of two threads can share a line of the cache.
+    static thread_local std::vector<float> sums;
     sums.resize(rows * PANEL);
     for (int64_t panel = begin; panel < end; ++panel) {
-      const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, outputs - column);
+      // Every sum begins with its bias.
+      const int64_t column = panel * PANEL;
+      const int64_t width = std::min<int64_t>(PANEL, outputs - column);
       float start[PANEL] = {};
       if (biases) std::copy_n(biases + column, width, start);
       for (int64_t m = 0; m < rows; ++m) std::copy_n(start, PANEL, sums.data() + m * PANEL);
+
+      // Multiply, and copy the outputs that there are.
       multiply_streamed(rows, x, inputs, panels + panel * inputs * PANEL, inputs, sums.data(), PANEL);
       for (int64_t m = 0; m < rows; ++m)
-        std::copy_n(sums.data() + m * PANEL, width, to + m * outputs + column);
+        std::copy_n(sums.data() + m * PANEL, width, out + m * outputs + column);
     }
   });
 }
@@ -37,7 +41,8 @@ static void multiply(
 // -> [T, N], with the same bits from panels of either type.
 static Tensor linear(
     const Tensor& x, const Tensor& panels, int64_t outputs, const std::optional<Tensor>& bias) {
-  const int64_t rows = x.size(0), inputs = x.size(1);
+  const int64_t rows = x.size(0);
+  const int64_t inputs = x.size(1);
   STD_TORCH_CHECK(
       x.dim() == 2 && panels.dim() == 3 && panels.size(1) == inputs && panels.size(2) == PANEL &&
           panels.size(0) == (outputs + PANEL - 1) / PANEL && (!bias || bias->numel() == outputs),

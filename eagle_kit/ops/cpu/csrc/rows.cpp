@@ -1,4 +1,4 @@
-// Rows of tables of any type, copied in one call: what a cycle reads of its slots, and writes back.
+// Rows of tables of any type, copied in one call: a decode cycle reads the slots' rows and writes them back.
 
 #include <cstring>
 #include <vector>
@@ -8,7 +8,8 @@
 // A contiguous table [M, ...] as bytes.
 struct Table {
   char* data;
-  int64_t rows, bytes;
+  int64_t rows;
+  int64_t bytes;
 };
 
 static Table table_of(const Tensor& x) {
@@ -32,25 +33,27 @@ static const char* values_of(const Tensor& x, const Tensor& table, int64_t count
 
 // Rows [B] of each table [M, ...] -> [B, ...].
 static std::vector<Tensor> gather_rows(std::vector<Tensor> tables, const Tensor& rows) {
-  const int64_t count = rows.numel(), *row = numbers(rows);
-  std::vector<Tensor> found;
+  const int64_t count = rows.numel();
+  const int64_t* row = numbers(rows);
+  std::vector<Tensor> gathered;
   for (const Tensor& each : tables) {
     const Table from = table_of(each);
     check_rows(row, count, from.rows);
     std::vector<int64_t> shape{count};
     for (int64_t i = 1; i < each.dim(); ++i) shape.push_back(each.size(i));
-    found.push_back(torch::stable::new_empty(each, shape));
-    char* to = (char*)found.back().data_ptr();
+    gathered.push_back(torch::stable::new_empty(each, shape));
+    char* to = (char*)gathered.back().data_ptr();
     for (int64_t b = 0; b < count; ++b)
       std::memcpy(to + b * from.bytes, from.data + row[b] * from.bytes, from.bytes);
   }
-  return found;
+  return gathered;
 }
 
 // Overwrite rows [B] of each table by values [B, ...].
 static void write_rows(std::vector<Tensor> tables, const Tensor& rows, std::vector<Tensor> values) {
   STD_TORCH_CHECK(tables.size() == values.size(), "there must be values of each table");
-  const int64_t count = rows.numel(), *row = numbers(rows);
+  const int64_t count = rows.numel();
+  const int64_t* row = numbers(rows);
   for (size_t i = 0; i < tables.size(); ++i) {
     const Table to = table_of(tables[i]);
     check_rows(row, count, to.rows);
@@ -60,30 +63,33 @@ static void write_rows(std::vector<Tensor> tables, const Tensor& rows, std::vect
   }
 }
 
-// Write values [B, ...] behind the first `counts` [M] entries of rows [B] of each table [M, N, ...], over the
-// last where there are N, and add `added` [B] to the counts.
+// Append values [B, ...] to rows [B] of each table [M, N, ...], behind their first `counts` [M] entries, or
+// over the last one where a row is full, and add `added` [B] to the counts.
 static void append_rows(
     std::vector<Tensor> tables, const Tensor& counts, const Tensor& rows, std::vector<Tensor> values,
     const Tensor& added) {
   STD_TORCH_CHECK(tables.size() == values.size(), "there must be values of each table");
-  const int64_t count = rows.numel(), *row = numbers(rows), *more = numbers(added);
+  const int64_t count = rows.numel();
+  const int64_t* row = numbers(rows);
+  const int64_t* num_added = numbers(added);
   STD_TORCH_CHECK(added.numel() == count, "a count must be added for each row");
   check_rows(row, count, counts.numel());
   numbers(counts);  // checks them
-  int64_t* known = (int64_t*)counts.data_ptr();
+  int64_t* row_counts = (int64_t*)counts.data_ptr();
   for (size_t i = 0; i < tables.size(); ++i) {
     const Table to = table_of(tables[i]);
     STD_TORCH_CHECK(
         tables[i].dim() > 1 && tables[i].size(1) > 0 && to.rows == counts.numel(),
         "a table must have entries of all rows");
-    const int64_t entries = tables[i].size(1), bytes = to.bytes / entries;
+    const int64_t entries = tables[i].size(1);
+    const int64_t bytes = to.bytes / entries;
     const char* from = values_of(values[i], tables[i], count, bytes);
     for (int64_t b = 0; b < count; ++b) {
-      const int64_t at = std::min(std::max<int64_t>(known[row[b]], 0), entries - 1);
-      std::memcpy(to.data + row[b] * to.bytes + at * bytes, from + b * bytes, bytes);
+      const int64_t entry = std::min(std::max<int64_t>(row_counts[row[b]], 0), entries - 1);
+      std::memcpy(to.data + row[b] * to.bytes + entry * bytes, from + b * bytes, bytes);
     }
   }
-  for (int64_t b = 0; b < count; ++b) known[row[b]] += more[b];
+  for (int64_t b = 0; b < count; ++b) row_counts[row[b]] += num_added[b];
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kit_cpp, m) {

@@ -77,7 +77,7 @@ def replies(
 def read_back(name: str, prompt: list[int], reply: list[int], tools: list[dict]) -> ReplyParts:
     tokenizer = tokenizer_for(name)
     forms = forms_of(tokenizer)
-    stream = TextStream(tokenizer, shown=forms.shown_tokens(bool(tools)))
+    stream = TextStream(tokenizer, included_special_tokens=forms.shown_tokens(bool(tools)))
     stream.push(reply[:-1])  # the end of a reply is no text
     stream.finish()
     reader = forms.reader(prompt, tools)
@@ -158,11 +158,11 @@ def test_every_documented_name_of_a_form_is_known() -> None:
 def test_with_the_parser_deepseek_r1_a_grammar_begins_behind_the_first_thought() -> None:
     tokenizer = tokenizer_for("qwen3")
     forms = forms_of(tokenizer, "deepseek_r1", "none")
-    thought = forms.bound(tokenizer("Hi\n")["input_ids"]).thought
+    thought = forms.constrained(tokenizer("Hi\n")["input_ids"]).thought
     assert thought is not None and thought.opener is None
-    plain = forms_of(tokenizer, "think", "none").bound(tokenizer("Hi\n")["input_ids"]).thought
+    plain = forms_of(tokenizer, "think", "none").constrained(tokenizer("Hi\n")["input_ids"]).thought
     assert plain is not None and tokenizer.decode([plain.opener]) == "<think>"
-    assert forms.bound(tokenizer("<think>\n\n</think>\n\n")["input_ids"]).thought is None
+    assert forms.constrained(tokenizer("<think>\n\n</think>\n\n")["input_ids"]).thought is None
 
 
 def test_replies_of_the_parser_deepseek_r1_begin_with_a_thought_that_nothing_opens() -> None:
@@ -257,11 +257,11 @@ def test_parts_that_a_response_template_is_not_asked_for_stay_in_the_content(
 def test_with_a_response_template_a_grammar_begins_behind_the_marker_that_the_chat_template_writes() -> None:
     tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
     prompt = tokenizer("<|im_start|>assistant\n")["input_ids"]
-    plain = forms_of(tokenizer).bound(prompt)
+    plain = forms_of(tokenizer).constrained(prompt)
     tokenizer.response_template = OWN
-    bound = forms_of(tokenizer).bound(prompt)
-    assert bound.thought == plain.thought is not None and bound.make_reader is not None
-    assert read_reply(bound.make_reader(), "<think>\nhm</think>4") == ReplyParts("hm", "4")
+    constrained = forms_of(tokenizer).constrained(prompt)
+    assert constrained.thought == plain.thought is not None and constrained.make_reader is not None
+    assert read_reply(constrained.make_reader(), "<think>\nhm</think>4") == ReplyParts("hm", "4")
 
 
 CODER = (
@@ -327,33 +327,33 @@ def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
         tokenizer = tokenizer_for(name)
         forms = forms_of(tokenizer)
         ((prompt, reply),) = replies(name, [TALK[0], TALK[3]], [])
-        bound = forms.bound(prompt)
+        constrained = forms.constrained(prompt)
         if "reasoning none" in FORMS[name]:
-            assert bound.thought is None and bound.make_reader is None
+            assert constrained.thought is None and constrained.make_reader is None
             continue
-        thought = bound.thought
-        assert thought is not None and bound.make_reader is not None
+        thought = constrained.thought
+        assert thought is not None and constrained.make_reader is not None
         assert (thought.opener is None) == (name != "qwen3")
         end = "<|channel|>final<|message|>" if name == "harmony" else "</think>"
         assert tokenizer.decode(thought.end) == end
-        stream = TextStream(tokenizer, shown=bound.shown_tokens)
+        stream = TextStream(tokenizer, included_special_tokens=constrained.shown_tokens)
         stream.push(reply[:-1])
         stream.finish()
-        parts = read_reply(bound.make_reader(), stream.text)
+        parts = read_reply(constrained.make_reader(), stream.text)
         space = "" if name == "harmony" else "\n\n"
         assert parts.content == space + TALK[3]["content"] and TALK[3]["reasoning_content"] in parts.reasoning
         places = [i for i in range(len(reply)) if tuple(reply[i : i + len(thought.end)]) == thought.end]
         assert tokenizer.decode(reply[places[0] + len(thought.end) : -1]) == parts.content
     ((closed, _),) = replies("qwen3", [TALK[0], TALK[3]], [], enable_thinking=False)
-    assert forms_of(tokenizer_for("qwen3")).bound(closed).thought is None
-    assert forms_of(tokenizer_for("qwen3"), "none", "none").bound([1]).thought is None
+    assert forms_of(tokenizer_for("qwen3")).constrained(closed).thought is None
+    assert forms_of(tokenizer_for("qwen3"), "none", "none").constrained([1]).thought is None
     begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>final<|message|>")["input_ids"]
-    assert forms_of(tokenizer_for("harmony")).bound(begun).thought is None
+    assert forms_of(tokenizer_for("harmony")).constrained(begun).thought is None
     begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>analysis<|message|>I")["input_ids"]
-    bound = forms_of(tokenizer_for("harmony")).bound(begun)
-    assert bound.thought is not None and bound.make_reader is not None
+    constrained = forms_of(tokenizer_for("harmony")).constrained(begun)
+    assert constrained.thought is not None and constrained.make_reader is not None
     text = " add.<|end|><|start|>assistant<|channel|>final<|message|>4"
-    assert read_reply(bound.make_reader(), text) == ReplyParts(" add.", "4")
+    assert read_reply(constrained.make_reader(), text) == ReplyParts(" add.", "4")
     reader = forms_of(tokenizer_for("harmony")).reader(begun)
     assert reader is not None and read_reply(reader, text) == ReplyParts(" add.", "4")
 
@@ -364,4 +364,4 @@ def test_a_grammar_begins_at_once_where_the_marks_of_reasoning_are_several_token
         bare = load_tokenizer(folder)
         for added, is_found in (([], False), ([first], False), ([second], True)):
             bare.add_tokens(added)
-            assert (forms_of(bare, "think", "none").bound([5]).thought is not None) is is_found
+            assert (forms_of(bare, "think", "none").constrained([5]).thought is not None) is is_found

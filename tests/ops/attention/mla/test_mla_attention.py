@@ -9,7 +9,7 @@ from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits
 from eagle_kit.ops.backend import use
 
 
-def make_plan(prefix, parents, first_slot, page_size, num_pages):
+def make_plan(prefix, parents, first_position, page_size, num_pages):
     """Plan with pages shuffled over requests; the scratch lies behind the pool, one dummy row behind all."""
     batch, nodes = parents.shape
     table = torch.randperm(num_pages * batch, generator=torch.Generator().manual_seed(5)).view(batch, -1)
@@ -18,7 +18,7 @@ def make_plan(prefix, parents, first_slot, page_size, num_pages):
         page_table=table,
         page_size=page_size,
         prefix_lens=prefix,
-        first_slot=first_slot,
+        first_position=first_position,
         scratch_start=pool,
         scratch_stride=nodes,
         num_keys=nodes,

@@ -42,7 +42,7 @@ class Case:
     keys: int
     heads: int
     page_size: int = 16
-    first_slot: int = 0
+    first_position: int = 0
     columns: int = 256
     chain: bool = False
     dtype: torch.dtype = torch.float32
@@ -62,7 +62,7 @@ class Case:
         scratch, stride = batch * pages * self.page_size, self.keys + 3
         rows = torch.full((scratch + batch * stride, LATENT + ROPE), float("nan"))
         for b, length in enumerate(self.prefix):
-            slots = torch.arange(self.first_slot, max(length, self.first_slot))
+            slots = torch.arange(self.first_position, max(length, self.first_position))
             at = table[b, slots // self.page_size] * self.page_size + slots % self.page_size
             rows[at] = torch.randn(len(at), LATENT + ROPE, generator=generator)
             window = slice(scratch + b * stride, scratch + b * stride + self.keys)
@@ -72,7 +72,7 @@ class Case:
             page_table=table.to(device),
             page_size=self.page_size,
             prefix_lens=torch.tensor(self.prefix, device=device),
-            first_slot=self.first_slot,
+            first_position=self.first_position,
             scratch_start=scratch,
             scratch_stride=stride,
             num_keys=self.keys,
@@ -92,7 +92,7 @@ def dense(q, rows, plan, scale, kv_scale=1.0):
     q, rows = q.double().cpu(), rows.cpu().double() * kv_scale
     for b, length in enumerate(plan.prefix_lens.tolist()):
         size = plan.page_size
-        prefix = [table[b][slot // size] * size + slot % size for slot in range(plan.first_slot, length)]
+        prefix = [table[b][slot // size] * size + slot % size for slot in range(plan.first_position, length)]
         first = plan.scratch_start + b * plan.scratch_stride
         for node in range(q.shape[1]):
             seen = prefix + [first + j for j in range(plan.num_keys) if bits[b][node] >> j & 1]
@@ -117,10 +117,11 @@ def check(q, rows, plan, tolerance, scale=0.11, kv_scale=1.0):
         "case",
         [
             pytest.param(Case((0,), 1, 1, 1, page_size=1), id="one row and one key"),
-            pytest.param(Case((0, 1, 2), 3, 3, 2, first_slot=1), id="prefixes around the first slot"),
+            pytest.param(Case((0, 1, 2), 3, 3, 2, first_position=1), id="prefixes around the first slot"),
             pytest.param(Case((129, 5, 64), 1, 1, 16), id="decode"),
             pytest.param(
-                Case((70, 3), 4, 12, 8, page_size=64, first_slot=1), id="a draft step, queries behind keys"
+                Case((70, 3), 4, 12, 8, page_size=64, first_position=1),
+                id="a draft step, queries behind keys",
             ),
             pytest.param(Case((31, 130, 77), 7, 7, 5, page_size=3), id="primes"),
             pytest.param(Case((63,), 1, 1, 128, page_size=1, columns=64), id="128 heads"),
@@ -143,7 +144,7 @@ def cases(draw) -> Case:
         keys=keys,
         heads=draw(st.sampled_from((1, 3, 16))),
         page_size=draw(st.sampled_from((1, 3, 16, 64))),
-        first_slot=draw(st.integers(0, 1)),
+        first_position=draw(st.integers(0, 1)),
         chain=draw(st.booleans()),
         dtype=draw(st.sampled_from(list(TOLERANCE))),
         seed=draw(st.integers(0, 9)),
@@ -177,7 +178,7 @@ def test_every_form_tile_and_number_of_runs(
         "case, splits",
         [
             (Case((150, 0, 60), 5, 5, 4), 3),  # three, one and two runs
-            (Case((400, 129), 1, 1, 2, first_slot=1), 7),
+            (Case((400, 129), 1, 1, 2, first_position=1), 7),
             (Case((300, 20), 6, 9, 8, page_size=3, dtype=torch.bfloat16), 4),
         ],
     ),
@@ -294,7 +295,7 @@ def test_no_request_no_change_of_inputs_and_views(triton_device, kernels):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_the_reference(triton_device, kernels, dtype):
-    q, rows, plan = Case((70, 12), 4, 6, 4, first_slot=1, dtype=dtype).build(triton_device)
+    q, rows, plan = Case((70, 12), 4, 6, 4, first_position=1, dtype=dtype).build(triton_device)
     rows = rows.nan_to_num()  # the reference reads a dummy row
     ours, theirs = (
         mla_window_attention(q, rows, plan, 0.1, latent_dim=LATENT, backend=name)
@@ -318,7 +319,7 @@ def test_fake_tensors_pass():
             page_table=torch.zeros(2, 4, dtype=torch.int64),
             page_size=16,
             prefix_lens=torch.zeros(2, dtype=torch.int64),
-            first_slot=0,
+            first_position=0,
             scratch_start=64,
             scratch_stride=4,
             num_keys=4,

@@ -105,7 +105,7 @@ def test_what_no_library_computes_is_not_given_to_one():
     refused = [
         ({"dtype": torch.float32, "store_dtype": torch.float32}, PLAIN),
         ({"store_dtype": torch.float8_e4m3fn}, PLAIN),
-        ({"first_slot": 1}, PLAIN),
+        ({"first_position": 1}, PLAIN),
         ({"head_dim": 100}, PLAIN),
         ({"head_dim": 512}, PLAIN),
         ({}, AttentionVariant(1.0, sinks=torch.zeros(8))),

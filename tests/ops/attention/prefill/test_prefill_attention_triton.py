@@ -37,7 +37,7 @@ class Case:
     heads: tuple[int, int] = (4, 1)
     size: int = 16
     page: int = 16
-    first_slot: int = 0
+    first_position: int = 0
     slack: int = 0
     spread: float = 1.0
     slots: list[torch.Tensor] = field(default_factory=list, repr=False)
@@ -51,7 +51,7 @@ class Case:
         table = torch.randperm(pages * batch + 2, generator=generator)[: pages * batch].view(batch, pages)
         k, v = torch.full((2, hkv, (pages * batch + 2) * self.page, self.size), float("nan"))
         for b, (start, count) in enumerate(self.chunks):
-            slots = torch.arange(min(self.first_slot, start), start + count)
+            slots = torch.arange(min(self.first_position, start), start + count)
             self.slots.append(table[b, slots // self.page] * self.page + slots % self.page)
             shape = (hkv, len(slots), self.size)
             k[:, self.slots[b]] = torch.randn(shape, generator=generator)
@@ -62,7 +62,7 @@ class Case:
             page_size=self.page,
             cu_rows=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(device),
             starts=starts.to(device),
-            first_slot=self.first_slot,
+            first_position=self.first_position,
             max_rows=int(counts.max()) + self.slack,
         )
         store = store or dtype
@@ -73,9 +73,9 @@ class Case:
         q, k, v = (x.cpu().double() for x in (q, k.float(), v.float()))
         out, group, row = torch.empty_like(q), q.shape[1] // k.shape[0], 0
         for (start, count), rows in zip(self.chunks, self.slots, strict=True):
-            first = min(self.first_slot, start)
+            first = min(self.first_position, start)
             for position in range(start, start + count):
-                low = min(self.first_slot, position)
+                low = min(self.first_position, position)
                 mine = rows[low - first : position + 1 - first]
                 for head in range(q.shape[1]):
                     p = (k[head // group, mine] @ q[row, head] * scale).softmax(-1)
@@ -115,12 +115,15 @@ def poisoned_memory():
                 Case(((0, 3), (64, 1), (63, 2)), heads=(3, 1), page=1), id="short chunks, page of 1"
             ),
             pytest.param(
-                Case(((1, 61), (1, 5)), (2, 2), page=64, first_slot=1, slack=40), id="page of 64, no group"
+                Case(((1, 61), (1, 5)), (2, 2), page=64, first_position=1, slack=40),
+                id="page of 64, no group",
             ),
             pytest.param(
-                Case(((70, 67), (0, 0), (5, 33)), heads=(5, 1), page=3, first_slot=1), id="page of 3"
+                Case(((70, 67), (0, 0), (5, 33)), heads=(5, 1), page=3, first_position=1), id="page of 3"
             ),
-            pytest.param(Case(((0, 5), (0, 1)), heads=(2, 1), first_slot=1), id="the empty slot sees itself"),
+            pytest.param(
+                Case(((0, 5), (0, 1)), heads=(2, 1), first_position=1), id="the empty slot sees itself"
+            ),
             pytest.param(Case(((190, 9),), heads=(16, 1), size=80), id="group of 16, size 80"),
             pytest.param(Case(((0, 130),), heads=(2, 1), size=64, page=32), id="more than a tile"),
             pytest.param(Case(((50, 20),), heads=(3, 1), size=128, page=128), id="size 128, page of 128"),
@@ -142,7 +145,7 @@ def cases(draw) -> Case:
         heads=(kv_heads * draw(st.integers(1, 3)), kv_heads),
         size=draw(st.sampled_from((16, 24, 64, 80))),
         page=draw(st.sampled_from((1, 3, 16, 64))),
-        first_slot=draw(st.integers(0, 1)),
+        first_position=draw(st.integers(0, 1)),
         slack=draw(st.sampled_from((0, 40))),
     )
 
@@ -156,7 +159,7 @@ def test_the_kernel_equals_fp64_for_any_case(triton_device, case, dtype):
 @crossed(("dtype", TOLERANCE), ("rows", [pytest.param(5, id="few rows"), pytest.param(45, id="a full tile")]))
 def test_an_fp8_store_is_scaled(triton_device, dtype, rows):
     needs_fp8(triton_device)
-    case = Case(((70, rows), (0, 2)), heads=(4, 2), first_slot=1)
+    case = Case(((70, rows), (0, 2)), heads=(4, 2), first_position=1)
     q, k, v, plan = case.make(dtype, triton_device, FP8)
     exact = case.expected(q, k, v, 0.1) * 3
     tolerance = 3 * max(TOLERANCE[dtype], 0 if dtype == torch.float32 else 2e-3)
@@ -195,7 +198,7 @@ def test_fake_tensors_pass(triton_device):
         p.page_size,
         p.cu_rows,
         p.starts,
-        p.first_slot,
+        p.first_position,
         p.max_rows,
         0.25,
         1.0,

@@ -6,7 +6,7 @@ from crossed import crossed
 from sweep import sweep
 from torch.nn import functional as F
 
-from eagle_kit.ops.attention.ttt import plan_rows
+from eagle_kit.ops.attention.ttt import plan_queries
 from eagle_kit.ops.attention.ttt.anchored import anchored_attention
 
 T, ROWS = 53, [0, 3, 4, 11, 20, 21, 33, 51]
@@ -45,7 +45,7 @@ def test_forward_and_backward_equal_dense_masks(backend, window, is_causal, head
     ours = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     theirs = [x.detach().clone().requires_grad_() for x in ours]
     rows = torch.tensor(ROWS)
-    plan = plan_rows(rows, STARTS)
+    plan = plan_queries(rows, STARTS)
     out = anchored_attention(*ours, plan, 8**-0.5, window, is_causal=is_causal, backend=backend)
     expected = dense(*theirs, rows, window, is_causal)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -57,10 +57,10 @@ def test_forward_and_backward_equal_dense_masks(backend, window, is_causal, head
 
 
 def test_rows_that_reach_further_than_a_window_are_refused():
-    plan = plan_rows(torch.tensor(ROWS), STARTS)
-    assert plan.within(3, 2).reach == 1
+    plan = plan_queries(torch.tensor(ROWS), STARTS)
+    assert plan.with_window(3, 2).reach == 1
     with pytest.raises(AssertionError, match="own keys"):
-        plan.within(3, 3)
+        plan.with_window(3, 3)
     q = torch.zeros(8, 2, 2, 4)
     k = torch.zeros(T, 2, 4)
     own = torch.zeros(8, 2, 2, 4)

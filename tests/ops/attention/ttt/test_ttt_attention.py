@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_kit.ops.attention.ttt import plan, plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan, plan_queries, ttt_attention
 
 
 @pytest.mark.parametrize(("length", "own"), [(401, 0), (401, 3), (37, 6)])
@@ -15,9 +15,9 @@ def test_flash_form_equals_the_reference(length, own, block_rows):
     rows = torch.nonzero(torch.rand(length, generator=generator) < 0.7)[:, 0]
     shapes = [(rows.shape[0], 9, 16), (length, 3, 16), (length, 3, 16)] + [(rows.shape[0], 3, own, 16)] * 2
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-    blocks = plan_rows(rows, doc_start, block_rows)
+    blocks = plan_queries(rows, doc_start, block_rows)
     dout = torch.randn(shapes[0], generator=generator)
-    expected = ttt_attention(*inputs, plan_rows(rows, doc_start), 0.25, backend="reference")
+    expected = ttt_attention(*inputs, plan_queries(rows, doc_start), 0.25, backend="reference")
     wanted = torch.autograd.grad(expected, inputs, dout, materialize_grads=True)
     out = ttt_attention(*inputs, blocks, 0.25, backend="cpu")
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -37,7 +37,7 @@ def test_masks_that_are_too_many_to_keep_are_made_for_each_step(monkeypatch, bac
     found = []
     for most in (plan.KEPT_MASK_ENTRIES, 0):
         monkeypatch.setattr(plan, "KEPT_MASK_ENTRIES", most)
-        steps = plan_rows(rows, doc_start, 11)
+        steps = plan_queries(rows, doc_start, 11)
         for _ in range(2):
             out = ttt_attention(*inputs, steps, 0.3, backend=backend)
             found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
@@ -50,7 +50,7 @@ def test_a_key_of_another_document_or_a_later_row_has_no_weight():
     rows = torch.tensor([1, 4])
     q, none = torch.zeros(2, 1, 2), torch.zeros(2, 1, 0, 2)
     k, v = torch.zeros(6, 1, 2), torch.arange(6.0)[:, None, None].expand(6, 1, 2).contiguous()
-    out = ttt_attention(q, k, v, none, none, plan_rows(rows, doc_start), 1.0)
+    out = ttt_attention(q, k, v, none, none, plan_queries(rows, doc_start), 1.0)
     assert out[:, 0, 0].tolist() == [0.5, 3.5]
 
 
@@ -58,7 +58,7 @@ def test_half_inputs_are_attended_in_fp32_and_come_back_as_they_were():
     rows, generator = torch.arange(7), torch.Generator().manual_seed(0)
     inputs = [torch.randn(7, 4, 8, generator=generator).bfloat16() for _ in range(3)]
     inputs += [torch.randn(7, 4, 2, 8, generator=generator).bfloat16() for _ in range(2)]
-    steps = plan_rows(rows, torch.zeros_like(rows))
+    steps = plan_queries(rows, torch.zeros_like(rows))
     with torch.autocast("cpu", torch.bfloat16):
         out = ttt_attention(*inputs, steps, 0.3)
     exact = ttt_attention(*(x.float() for x in inputs), steps, 0.3, backend="reference")

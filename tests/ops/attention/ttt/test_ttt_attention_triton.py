@@ -8,7 +8,7 @@ from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.backend import use
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -53,7 +53,7 @@ def make(doc_start, rows, hq, hkv, own, d, dtype, device, seed=0):
 
 def assert_all_close(inputs, dout, doc_start, rows, scale, tolerance):
     with poisoned_memory():
-        out = ttt_attention(*inputs, plan_rows(rows, doc_start), scale, backend="triton")
+        out = ttt_attention(*inputs, plan_queries(rows, doc_start), scale, backend="triton")
         grads = torch.autograd.grad(out, inputs, dout, materialize_grads=True)
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
@@ -117,7 +117,7 @@ def test_it_computes_what_the_reference_does(triton_device):
     doc_start = documents(23, 9).to(triton_device)
     rows = torch.arange(3, 30, 2, device=triton_device)
     inputs, dout = make(doc_start, rows, 4, 2, 3, 16, torch.float32, triton_device)
-    plan = plan_rows(rows, doc_start, 5)
+    plan = plan_queries(rows, doc_start, 5)
     results = []
     for backend in ("triton", "reference"):
         with use(backend):
@@ -131,7 +131,7 @@ def test_gradients_are_slopes(triton_device):
     doc_start = documents(6, 1, 4).to(triton_device)
     rows = torch.tensor([0, 2, 3, 6, 9, 10], device=triton_device)
     inputs, dout = make(doc_start, rows, 4, 2, 2, 16, torch.float32, triton_device)
-    plan = plan_rows(rows, doc_start)
+    plan = plan_queries(rows, doc_start)
     grads = torch.autograd.grad(ttt_attention(*inputs, plan, 0.25, backend="triton"), inputs, dout)
     generator, step = torch.Generator().manual_seed(8), 1e-2
     for which, grad in enumerate(grads):
@@ -153,7 +153,7 @@ def test_keys_that_nobody_sees_are_not_read_and_have_no_gradient(triton_device):
     with torch.no_grad():
         for x in inputs[1:3]:
             x[:40], x[71:] = float("nan"), float("nan")
-    out = ttt_attention(*inputs, plan_rows(rows, doc_start), 0.25, backend="triton")
+    out = ttt_attention(*inputs, plan_queries(rows, doc_start), 0.25, backend="triton")
     dq, dk, dv, *own = torch.autograd.grad(out, inputs, dout)
     assert all(x.isfinite().all() for x in (out, dq, dk[40:71], dv, *own))
     assert (dv[:40] == 0).all() and (dv[71:] == 0).all() and (dv[40:71] != 0).any()
@@ -173,7 +173,7 @@ def test_the_same_bits_every_time_and_any_strides(triton_device):
     doc_start = documents(17, 20).to(triton_device)
     rows = torch.arange(0, 37, 2, device=triton_device)
     inputs, _ = make(doc_start, rows, 2, 1, 2, 16, torch.float32, triton_device)
-    plan = plan_rows(rows, doc_start)
+    plan = plan_queries(rows, doc_start)
     strided = [x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in inputs]
     runs = []
     for tensors in (inputs, inputs, strided):
@@ -187,7 +187,7 @@ def test_no_row(triton_device):
     doc_start = documents(5).to(triton_device)
     rows = torch.empty(0, dtype=torch.int64, device=triton_device)
     inputs, dout = make(doc_start, rows, 2, 1, 3, 16, torch.float32, triton_device)
-    out = ttt_attention(*inputs, plan_rows(rows, doc_start), 0.25, backend="triton")
+    out = ttt_attention(*inputs, plan_queries(rows, doc_start), 0.25, backend="triton")
     grads = torch.autograd.grad(out, inputs, dout)
     assert out.shape == (0, 2, 16)
     assert [g.shape for g in grads] == [x.shape for x in inputs] and (grads[1] == 0).all()
@@ -197,7 +197,7 @@ def test_autocast_decides_the_type_of_the_arithmetic(triton_device):
     doc_start = documents(20).to(triton_device)
     rows = torch.arange(20, device=triton_device)
     inputs, dout = make(doc_start, rows, 2, 1, 1, 16, torch.float32, triton_device)
-    plan = plan_rows(rows, doc_start)
+    plan = plan_queries(rows, doc_start)
     exact = ttt_attention(*inputs, plan, 0.25, backend="triton")
     with torch.autocast(triton_device, torch.bfloat16):
         out = ttt_attention(*inputs, plan, 0.25, backend="triton")
@@ -210,7 +210,7 @@ def test_heads_that_are_too_large_are_refused(triton_device):
     x = torch.ones(3, 1, 320, device=triton_device)
     own = x.new_empty(3, 1, 0, 320)
     rows = torch.arange(3, device=triton_device)
-    plan = plan_rows(rows, torch.zeros_like(rows))
+    plan = plan_queries(rows, torch.zeros_like(rows))
     with pytest.raises(UserError, match="up to 256"):
         ttt_attention(x, x, x, own, own, plan, 1.0, backend="triton")
 
@@ -221,7 +221,7 @@ def test_the_operations_keep_the_rules_of_custom_operations(triton_device):
     doc_start = documents(4, 3).to(triton_device)
     rows = torch.arange(7, device=triton_device)
     inputs, _ = make(doc_start, rows, 2, 1, 2, 16, torch.float32, triton_device)
-    spans = plan_rows(rows, doc_start).spans
+    spans = plan_queries(rows, doc_start).spans
     assert spans[0].tolist() == doc_start.tolist() and spans[1].tolist() == (rows + 1).tolist()
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(triton.ttt_attention_op, (*inputs, *spans, 0.25), test_utils=utils)

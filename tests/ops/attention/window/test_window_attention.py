@@ -22,8 +22,8 @@ def dense(q, k, v, visible):
 @pytest.mark.parametrize(
     ("batch", "nodes", "page_size"), [(1, 1, 16), (3, 7, 1), (3, 16, 16), (2, 64, 64), (1, 5, 3)]
 )
-@pytest.mark.parametrize("first_slot", [0, 1])
-def test_equals_dense_attention(batch, nodes, page_size, first_slot):
+@pytest.mark.parametrize("first_position", [0, 1])
+def test_equals_dense_attention(batch, nodes, page_size, first_position):
     generator = torch.Generator().manual_seed(batch * 100 + nodes)
     prefix = torch.tensor([5, 41, 130][:batch])
     pages_each = -(-200 // page_size)
@@ -32,7 +32,7 @@ def test_equals_dense_attention(batch, nodes, page_size, first_slot):
         2,
         8,
         PoolLayout(pages_each * batch, page_size, 3),
-        first_slot=first_slot,
+        first_position=first_position,
     )
     kv.k.normal_(generator=generator)
     kv.v.normal_(generator=generator)
@@ -43,7 +43,7 @@ def test_equals_dense_attention(batch, nodes, page_size, first_slot):
     bits = ancestor_bits(parents, nodes)
     q = torch.randn(batch * nodes, 6, 8, generator=generator)
     k, v = torch.randn(2, batch * nodes, 2, 8, generator=generator)
-    slots = kv.slots(table, torch.arange(200).expand(batch, 200))
+    pool_rows = kv.rows_of(table, torch.arange(200).expand(batch, 200))
     pool_k, pool_v = kv.k[1].clone(), kv.v[1].clone()
     out = kv.window_attend(table, prefix, bits, nodes, 256)(1, q, k, v).view(batch, nodes, 6, 8)
 
@@ -56,7 +56,7 @@ def test_equals_dense_attention(batch, nodes, page_size, first_slot):
                 if walk == 0:
                     break
                 walk = int(parents[b, walk])
-        rows = slots[b, first_slot : prefix[b]]
+        rows = pool_rows[b, first_position : prefix[b]]
         mine = slice(b * nodes, (b + 1) * nodes)
         expected = dense(
             q[mine],
@@ -65,7 +65,7 @@ def test_equals_dense_attention(batch, nodes, page_size, first_slot):
             torch.cat((torch.ones(nodes, len(rows), dtype=torch.bool), seen), 1),
         )
         torch.testing.assert_close(out[b].double(), expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(kv.k[1][:, : kv.num_slots], pool_k[:, : kv.num_slots]), (
+    assert torch.equal(kv.k[1][:, : kv.scratch_start], pool_k[:, : kv.scratch_start]), (
         "a window must not touch the pool"
     )
     assert kv.k[0].std() > 0 and not torch.equal(kv.k[1], pool_k), (
@@ -99,11 +99,11 @@ def test_commit_copies_the_accepted_nodes_and_nothing_else():
     table = torch.tensor([[2, 0], [1, 3]])
     nodes = torch.tensor([[0, 3, 3], [0, 1, 2]])
     kv.commit_window(table, nodes, torch.tensor([3, 1]), torch.tensor([2, 3]))
-    scratch = kv.num_slots  # 4 pages of 4, and the dummy page
+    scratch = kv.scratch_start  # 4 pages of 4, and the dummy page
     assert scratch == 20
     moved = {11: scratch, 0: scratch + 3, 5: scratch + 8, 6: scratch + 9, 7: scratch + 10}
-    for slot in range(kv.dummy_row):
-        assert torch.equal(kv.k[:, :, slot], before[:, :, moved.get(slot, slot)]), f"slot {slot}"
+    for row in range(kv.dummy_row):
+        assert torch.equal(kv.k[:, :, row], before[:, :, moved.get(row, row)]), f"row {row}"
 
 
 def test_requests_of_like_length_go_together_and_company_changes_no_bit():
@@ -120,8 +120,8 @@ def test_requests_of_like_length_go_together_and_company_changes_no_bit():
             page_table=table[requests],
             page_size=16,
             prefix_lens=lens[requests],
-            first_slot=0,
-            scratch_start=kv.num_slots,
+            first_position=0,
+            scratch_start=kv.scratch_start,
             scratch_stride=0,
             num_keys=5,
             ancestors=chain_bits(5, q.device).expand(len(requests), 5),

@@ -41,7 +41,7 @@ class Case:
     heads: tuple[int, int] = (4, 1)
     size: int = 16
     page: int = 16
-    first_slot: int = 0
+    first_position: int = 0
     spread: float = 1.0
     seed: int = 0
     rows: list[torch.Tensor] = field(default_factory=list, repr=False)
@@ -59,7 +59,7 @@ class Case:
         for node in range(1, keys):
             parents[:, node] = torch.randint(0, node, (batch,), generator=generator)
         for b, prefix in enumerate(self.prefixes):
-            slots = torch.arange(min(self.first_slot, prefix), prefix)
+            slots = torch.arange(min(self.first_position, prefix), prefix)
             pool = table[b, slots // self.page] * self.page + slots % self.page
             self.rows.append(torch.cat((pool, start + b * stride + torch.arange(keys))))
             shape = (hkv, len(self.rows[b]), self.size)
@@ -69,7 +69,7 @@ class Case:
             page_table=table.to(device),
             page_size=self.page,
             prefix_lens=torch.tensor(self.prefixes).to(device),
-            first_slot=self.first_slot,
+            first_position=self.first_position,
             scratch_start=start,
             scratch_stride=stride,
             num_keys=keys,
@@ -130,9 +130,9 @@ def poisoned_memory():
             pytest.param(
                 Case((5, 129), 5, heads=(6, 2), page=1, size=24), id="page of 1, group of 3, odd size"
             ),
-            pytest.param(Case((200,), 7, heads=(3, 3), page=64, first_slot=1), id="page of 64, no group"),
+            pytest.param(Case((200,), 7, heads=(3, 3), page=64, first_position=1), id="page of 64, no group"),
             pytest.param(
-                Case((1, 97), 3, heads=(5, 1), page=3, first_slot=1), id="page of 3, first slot empty"
+                Case((1, 97), 3, heads=(5, 1), page=3, first_position=1), id="page of 3, first slot empty"
             ),
             pytest.param(Case((0, 70, 131), 2, 9, page=32), id="a window that grows"),
             pytest.param(Case((190,), 16, heads=(4, 1), size=80), id="64 rows, size 80"),
@@ -158,7 +158,7 @@ def cases(draw) -> Case:
         heads=(kv_heads * draw(st.integers(1, 4)), kv_heads),
         size=draw(st.sampled_from((16, 24, 64, 80))),
         page=draw(st.sampled_from((1, 3, 16, 64))),
-        first_slot=draw(st.integers(0, 1)),
+        first_position=draw(st.integers(0, 1)),
         seed=draw(st.integers(0, 9)),
     )
 
@@ -175,7 +175,7 @@ def test_the_kernel_equals_fp64_for_any_case(triton_device, case, dtype):
     (
         "case",
         [
-            pytest.param(Case((0, 130, 64), 3, page=16, first_slot=1), id="few rows"),
+            pytest.param(Case((0, 130, 64), 3, page=16, first_position=1), id="few rows"),
             pytest.param(Case((140,), 16, heads=(8, 2), size=32, page=64), id="64 rows, page of 64"),
         ],
     ),
@@ -208,10 +208,10 @@ def test_an_fp8_store_is_scaled(triton_device, dtype, case):
 def test_any_number_of_parts_gives_the_same(triton_device, splits):
     from eagle_kit.ops.attention.window.triton import window_attention_op
 
-    case = Case((0, 300, 1, 128), 2, heads=(2, 1), first_slot=1)
+    case = Case((0, 300, 1, 128), 2, heads=(2, 1), first_position=1)
     q, k, v, p = case.make(torch.float32, triton_device)
     out = window_attention_op(
-        *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_slot, p.scratch_start),
+        *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_position, p.scratch_start),
         *(
             p.scratch_stride,
             p.num_keys,
@@ -257,7 +257,7 @@ class _Order:
     (
         "case",
         [
-            pytest.param(Case((0, 300, 1, 128), 2, heads=(2, 1), first_slot=1), id="few rows"),
+            pytest.param(Case((0, 300, 1, 128), 2, heads=(2, 1), first_position=1), id="few rows"),
             pytest.param(Case((290, 20), 3, heads=(10, 2), size=24), id="a block of 15 rows"),
         ],
     ),
@@ -287,7 +287,7 @@ def test_the_last_program_merges_all_parts_in_their_order(triton_device, monkeyp
             order.order = each
         found.append(
             window_attention_op(
-                *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_slot, p.scratch_start),
+                *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_position, p.scratch_start),
                 *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 2.0, [0, 0], None, None),
                 *(arrivals, splits),
             )
@@ -340,7 +340,7 @@ def test_extreme_scores(triton_device, spread):
 
 @pytest.mark.parametrize("columns", [80, 1000], ids=["one part", "parts"])
 def test_a_node_that_sees_nothing_gets_zeros(triton_device, columns):
-    case = Case((0, 1), 64, heads=(1, 1), first_slot=1)
+    case = Case((0, 1), 64, heads=(1, 1), first_position=1)
     q, k, v, plan = case.make(torch.float32, triton_device)
     bits = plan.ancestors.clone()
     bits[:, 5] = 0
@@ -396,7 +396,7 @@ def test_fake_tensors_pass(triton_device):
 
     q, k, v, p = Case((40,), 2).make(torch.bfloat16, triton_device)
     args = (
-        *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_slot, p.scratch_start),
+        *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_position, p.scratch_start),
         *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 1.0, [0, 0], None, None),
     )
     torch.library.opcheck(window_attention_op, args, test_utils=("test_schema", "test_faketensor"))

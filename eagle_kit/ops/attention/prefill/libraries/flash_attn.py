@@ -3,7 +3,7 @@
 After the signatures and docstrings of ``hopper/flash_attn_interface.py`` and
 ``flash_attn/flash_attn_interface.py`` (https://github.com/Dao-AILab/flash-attention): a causal mask is
 aligned to the last key, a window ``(left, right)`` counts keys besides a query's own, and page tables and
-lengths are int32. Strides of pages, slots and heads are free; values of a head lie together.
+lengths are int32. Strides of pages, rows and heads are free; values of a head lie together.
 """
 
 from abc import abstractmethod
@@ -21,13 +21,14 @@ from eagle_kit.ops.attention.prefill.libraries.library import (
 from eagle_kit.ops.attention.prefill.plan import PrefillPlan
 from eagle_kit.ops.attention.variant import AttentionVariant
 
-MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
 PAGE_STEP = 256
 """FlashAttention-2 takes pages whose size is a multiple of this."""
 
 
 class _FlashAttention(PrefillLibrary):
-    """What both versions share; ``call`` is the library's function."""
+    """Common base of both versions; ``call`` is the library's function."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -40,23 +41,24 @@ class _FlashAttention(PrefillLibrary):
 
     def attention(self, plan: PrefillPlan) -> PromptAttention:
         """See :class:`PrefillLibrary`."""
-        place = self.place(plan)
+        locations = self.locations(plan)
 
         def attend(
             q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
         ) -> torch.Tensor:
             k, v = (pages_nhd(rows, plan.page_size) for rows in (k_rows, v_rows))
-            out: torch.Tensor = self.call(q, k, v, **place, **_options(variant))
+            out: torch.Tensor = self.call(q, k, v, **locations, **_options(variant))
             return out
 
         return attend
 
     @abstractmethod
-    def place(self, plan: PrefillPlan) -> dict[str, Any]:
-        """Arguments of the call that say where prompts and their keys are."""
+    def locations(self, plan: PrefillPlan) -> dict[str, Any]:
+        """Arguments of the call for the locations of prompts and their keys."""
 
 
 def _options(variant: AttentionVariant) -> dict[str, Any]:
+    """Arguments of the call for a layer."""
     window = variant.limits.window
     return {
         "softmax_scale": variant.scale,
@@ -71,7 +73,7 @@ class FlashAttention3(_FlashAttention):
 
     title = "FlashAttention-3"
 
-    def place(self, plan: PrefillPlan) -> dict[str, Any]:
+    def locations(self, plan: PrefillPlan) -> dict[str, Any]:
         """See :class:`_FlashAttention`."""
         return {
             "cache_seqlens": (plan.starts + plan.cu_rows.diff()).int(),
@@ -92,7 +94,7 @@ class FlashAttention2(_FlashAttention):
             return f"takes pages of a multiple of {PAGE_STEP} slots (--page-size), not {store.page_size}"
         return super().reason_against(store, variant)
 
-    def place(self, plan: PrefillPlan) -> dict[str, Any]:
+    def locations(self, plan: PrefillPlan) -> dict[str, Any]:
         """See :class:`_FlashAttention`."""
         assert plan.bounds is not None
         stops = plan.starts + plan.cu_rows.diff()

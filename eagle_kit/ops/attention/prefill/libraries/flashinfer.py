@@ -24,15 +24,16 @@ from eagle_kit.ops.attention.variant import AttentionVariant
 HEAD_DIMS = (64, 128, 256)
 """Head sizes that its paged kernels are made for."""
 MOST_VALUES = 1 << 32
-"""The stride of heads is a number of 32 bits."""
+"""Values of a head from which on their stride does not fit 32 bits, which FlashInfer uses."""
 WORKSPACE_BYTES = 128 << 20
-"""As its documentation recommends; all wrappers use one, since layers follow one another."""
+"""Size of the workspace that its documentation recommends; all wrappers share one, since layers run one after
+another."""
 PLAN_BYTES = 8 << 20
-"""What each wrapper allocates for its plan."""
+"""Bytes that each wrapper allocates for its plan."""
 
 
 class _Kind(NamedTuple):
-    """Layers that share a plan."""
+    """Properties of layers that share a plan."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,7 +50,8 @@ class FlashInfer(PrefillLibrary):
     title = "FlashInfer"
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
-        self.wrapper, self.device = wrapper, device
+        self.wrapper = wrapper
+        self.device = device
         self._workspace: torch.Tensor | None = None
         self._wrappers: dict[_Kind, Any] = {}
         self._plans: dict[_Kind, PrefillPlan] = {}
@@ -70,35 +72,48 @@ class FlashInfer(PrefillLibrary):
         def attend(
             q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
         ) -> torch.Tensor:
-            heads, size = k_rows.shape[0], q.shape[2]
             kind = _Kind(
-                q.shape[1], heads, size, q.dtype, variant.scale, variant.limits.window, variant.soft_cap
+                num_heads=q.shape[1],
+                num_kv_heads=k_rows.shape[0],
+                head_dim=q.shape[2],
+                dtype=q.dtype,
+                scale=variant.scale,
+                window=variant.limits.window,
+                soft_cap=variant.soft_cap,
             )
             if self._plans.get(kind) is not plan:
                 self._plan(kind, plan, arrays)
-            pages = tuple(pages_hnd(rows, plan.page_size) for rows in (k_rows, v_rows))
+            pages = (pages_hnd(k_rows, plan.page_size), pages_hnd(v_rows, plan.page_size))
             out: torch.Tensor = self._wrappers[kind].run(q, pages)
             return out
 
         return attend
 
     def _arrays(self, plan: PrefillPlan) -> tuple[torch.Tensor, ...]:
-        """Beginnings of queries and of pages, on the host, pages, and slots of each last page, on the host,
-        int32."""
+        """The first arguments of ``plan``, int32: ``qo_indptr`` and ``paged_kv_indptr``, on the host,
+        ``paged_kv_indices``, and ``paged_kv_last_page_len``, on the host."""
         assert plan.bounds is not None
-        counts = [-(-stop // plan.page_size) for _, stop in plan.bounds]
-        filled = [stop - (n - 1) * plan.page_size for (_, stop), n in zip(plan.bounds, counts, strict=True)]
-        indices = torch.cat([table[:n] for table, n in zip(plan.page_tables, counts, strict=True)]).int()
-        queries = self._on_host([0, *accumulate(stop - start for start, stop in plan.bounds)])
-        return queries, self._on_host([0, *accumulate(counts)]), indices, self._on_host(filled)
+        num_queries = [stop - start for start, stop in plan.bounds]
+        num_pages = [-(-stop // plan.page_size) for _, stop in plan.bounds]
+        tables = [table[:count] for table, count in zip(plan.page_tables, num_pages, strict=True)]
+        last_lens = [
+            stop - (count - 1) * plan.page_size
+            for (_, stop), count in zip(plan.bounds, num_pages, strict=True)
+        ]
+        return (
+            self._on_host([0, *accumulate(num_queries)]),
+            self._on_host([0, *accumulate(num_pages)]),
+            torch.cat(tables).int(),
+            self._on_host(last_lens),
+        )
 
     def _on_host(self, numbers: list[int]) -> torch.Tensor:
-        made = torch.tensor(numbers, dtype=torch.int32)
-        return made.pin_memory() if self.device.type == "cuda" else made
+        tensor = torch.tensor(numbers, dtype=torch.int32)
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
     def _plan(self, kind: _Kind, plan: PrefillPlan, arrays: tuple[torch.Tensor, ...]) -> None:
-        """Plan for a kind of layer. A plan is copied to the device out of memory that the next one writes, so
-        that the host waits where the copy before has not been done yet."""
+        """Plan for a kind of layer. A plan is copied to the device out of host memory that the next plan
+        overwrites, so the host first waits for the copy before."""
         if self._planned is not None:
             self._planned.synchronize()
         if kind not in self._wrappers:

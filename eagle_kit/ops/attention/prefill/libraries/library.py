@@ -1,4 +1,4 @@
-"""What libraries that attend to prompts have in common: pages as views, and what none of them can read.
+"""Interface of libraries for prompt attention, the layers that none of them can compute, and views of pages.
 
 Legend: Hq / Hkv heads, R rows of the store, D head size, P pages, T tokens.
 """
@@ -18,14 +18,19 @@ keys and values are already in the store."""
 
 
 class StoreFacts(NamedTuple):
-    """Properties of a store of keys and values: the ``dtype`` of the queries, the ``store_dtype`` of what is
-    kept, and sizes; ``num_values`` are those of one head, R * D."""
+    """Properties of a store of keys and values.
+
+    Attributes:
+        dtype: of the queries.
+        store_dtype: of the keys and values.
+        num_values: of one head, R * D.
+    """
 
     head_dim: int
     dtype: torch.dtype
     store_dtype: torch.dtype
     page_size: int
-    first_slot: int
+    first_position: int
     num_values: int
 
 
@@ -33,18 +38,18 @@ class PrefillLibrary(ABC):
     """Prompt attention by another library.
 
     Attributes:
-        title: its name for people.
+        title: the library's name in messages.
     """
 
     title: ClassVar[str]
 
     def reason_against(self, store: StoreFacts, variant: AttentionVariant) -> str | None:
-        """Why it cannot compute a layer, as the end of a sentence; None where it can."""
+        """Why the library cannot compute a layer, as the end of a sentence; None if it can."""
         if store.dtype not in (torch.float16, torch.bfloat16):
             return f"takes float16 and bfloat16, not {_name(store.dtype)}"
         if store.store_dtype != store.dtype:
             return f"reads pages of the queries' dtype, not {_name(store.store_dtype)} without scales"
-        if store.first_slot:
+        if store.first_position:
             return "attends to every slot of a request, and the first ones are unused here"
         if variant.sinks is not None:
             return "has no attention sinks"

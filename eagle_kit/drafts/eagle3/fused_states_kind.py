@@ -1,8 +1,9 @@
-"""What EAGLE-3 and P-EAGLE heads share: ``fc`` fuses captured hidden states into a feature.
+"""Files of EAGLE-3 and P-EAGLE heads: reading, writing and checking of config.json and tensors.
 
-Both have a draft vocabulary (``d2t``, ``t2d``) and one ``config.json`` and tensor layout, which
-this module reads, writes and checks. They differ in the number of layers and in the steps: an
-EAGLE-3 head feeds its output back, a P-EAGLE head runs all steps in one pass over masks.
+Heads of both kinds fuse captured hidden states (``Eagle3Head.fuse`` in :mod:`eagle_kit.drafts.eagle3.head`),
+have a draft vocabulary (``d2t``, ``t2d``), and one layout of ``config.json`` and tensors. They differ in the
+number of layers and in the steps: an EAGLE-3 head feeds its output back, a P-EAGLE head runs all steps in one
+pass over masks.
 
 In order: the kind (:class:`FusedStatesKind`), its decoder layers in ``config.json``, layouts of
 speculators, sizes, layer ids, checks against a target, and first weights.
@@ -23,7 +24,7 @@ from eagle_kit.config.drafts.base import CapturedStatesHeadConfig
 from eagle_kit.config.drafts.fused_states import FusedStatesHeadConfig
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.drafts.base.initial_weights import check_start_from, check_vocab_size, init_output_layer
-from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, our_names, scale_final_norm
+from eagle_kit.drafts.base.kind import HeadKind, HeadTensors, InitContext, our_names, scale_final_norm
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.drafts.files import findings
 from eagle_kit.drafts.files.config_json import OWN_EMBEDDING, layer_to_dict, read_layer
@@ -38,16 +39,16 @@ from eagle_kit.drafts.files.structure import (
 )
 from eagle_kit.drafts.files.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import (
+from eagle_kit.models.config_values import (
     MAX_LAYERS,
     MAX_POSITIONS,
     read_architecture,
     read_flag,
-    read_mla,
     read_size,
     read_table,
     wrong_value,
 )
+from eagle_kit.models.layer_configs import read_mla
 from eagle_kit.models.targets.target import Target
 
 LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -207,22 +208,22 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         return our_names(((canonical_name(name), name) for name in files.tensors), files.where)
 
-    def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: Config, target: Target | None) -> HeadTensors:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`.
 
         A bias of ``o_proj`` must be zero and is left out: vLLM and speculators have one wherever
         queries have one. Without ``lm_head.weight`` and with Vd = V the output layer is the
         embedding (``tie_word_embeddings``) or the target's output layer.
         """
-        found = super().take(files, config, target)
+        found = super().sort_tensors(files, config, target)
         tensors = found.tensors
 
         # The bias of o_proj.
         for name in [name for name in tensors if name.endswith(OUTPUT_BIAS)]:
             if bool(tensors.pop(name).any()):
                 raise UserError(
-                    f"The draft in {files.where} has a bias behind its attention ({name}), which our "
-                    f"{self.title} has not.",
+                    f"The draft in {files.where} has a bias after its attention ({name}), which our "
+                    f"{self.title} does not have.",
                     "Serve it with the engine it was made for.",
                 )
 
@@ -299,8 +300,10 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
     def saved_activation_bytes(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. On a CPU in half precision both
         projections of latent attention save a copy of their input ``[T, 2 H]``."""
-        before, behind = super().saved_activation_bytes(config, width, is_gpu=is_gpu)
-        return before + (2 * width if config.mla and width < 4 and not is_gpu else 0), behind
+        before_attention, after_attention = super().saved_activation_bytes(config, width, is_gpu=is_gpu)
+        if config.mla and width < 4 and not is_gpu:
+            before_attention += 2 * width
+        return before_attention, after_attention
 
 
 def sliding_layers(config: dict[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
@@ -378,7 +381,7 @@ def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> 
     if not isinstance(model_type, str) or model_type not in LAYER_TYPES:
         raise UserError(
             f"The draft in {where} has a decoder layer of the kind {shown(model_type)}, which "
-            "eagle-kit has not.",
+            "eagle-kit does not have.",
             "Train it again with --draft-arch llama or qwen3.",
         )
     if "norm_before_residual" not in config:
@@ -442,7 +445,7 @@ def _with_nested_layer_ids(config: dict[str, Any], where: str) -> dict[str, Any]
 
 
 def _as_input_ids(ids: object) -> dict[str, Any]:
-    """``eagle_config`` for layer ids of the top level, which are inputs of layers by their place.
+    """``eagle_config`` for layer ids at the top level, which vLLM and speculators take for inputs of layers.
 
     Ids that look like outputs of the default layers get no convention, so that
     :func:`_check_layers` warns.
@@ -565,7 +568,8 @@ def stored_layer_ids(config: dict[str, Any], where: str) -> tuple[list[int] | No
     """Layer ids and their convention as a flat config has them, each None if it is missing. Raises
     UserError for values that are no layer ids or no known convention."""
     eagle = read_table(config, "eagle_config", where)
-    ids, convention = eagle.get(LAYER_IDS), eagle.get(CONVENTION)
+    ids = eagle.get(LAYER_IDS)
+    convention = eagle.get(CONVENTION)
     if ids is not None and not (_is_list_of_layers(ids) and all(abs(layer) <= MAX_LAYERS for layer in ids)):
         raise layer_ids_error(ids, where)
     if convention not in (None, *CONVENTION_OFFSETS):
@@ -685,8 +689,13 @@ def config_overrides(settings: FusedStatesHeadConfig, target: TargetConfig) -> d
 
 
 def init_new_head(head: Head, settings: CapturedStatesHeadConfig, start: InitContext) -> Head:
-    """Set the first weights of a new head in place, in fp32: the draft vocabulary, and copies of
-    the target's embedding and output rows where ``settings`` ask for them."""
+    """Set the first weights of a new head in place, in fp32.
+
+    These are the draft vocabulary, the output layer, and with ``own_embedding`` a copy of the target's
+    embedding. With ``lm_head_init: target`` the output layer is a copy of the target's rows, and the final
+    norm is the target's, scaled down (:func:`scale_final_norm`). The published code begins with a random
+    output layer and a norm of ones.
+    """
     head.to(device=start.device, dtype=torch.float32)
     if head.embed_tokens is not None:
         with torch.no_grad():

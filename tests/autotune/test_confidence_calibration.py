@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from eagle_kit.autotune.calibration import MOST_SLOPE, Calibration
 from eagle_kit.autotune.chances import chance_of
+from eagle_kit.autotune.confidence_calibration import MOST_SLOPE, Calibration
 
 DEPTHS = 5
 TOO_SURE = [(1.0, 0.0), (0.7, -0.3), (0.6, -0.6), (0.5, -0.9), (0.5, -1.2)]

@@ -1,5 +1,8 @@
 """Drafters that make the candidates of all depths during draft-extend, so that a proposal only selects.
 
+P-EAGLE, DFlash, DSpark, and heads of several MTP modules. EAGLE-3 is
+:mod:`eagle_kit.drafts.base.autoregressive`.
+
 Legend: B requests, D depths, K candidates of each, S steps of a shape, H hidden, P candidates of the depth
 before that scores depend on (K, or 1 where depths are independent).
 """
@@ -23,7 +26,7 @@ from eagle_kit.ops.tree_build import chain_build
 from eagle_kit.verify.proposal import Deterministic, DraftOutput
 
 
-class Candidates(NamedTuple):
+class DepthCandidates(NamedTuple):
     """Result of draft-extend: the candidates of all depths, best first.
 
     Attributes:
@@ -31,7 +34,7 @@ class Candidates(NamedTuple):
         scores: fp32 ``[B, D, P, K]``, their log-probabilities given each candidate of the depth before; 0 if
             K is 1, because a chain does not need them.
         survival: fp32 ``[B, D]``, the probability that the chain of the best candidates is accepted up to
-            each depth. ``[B, 0]`` if it is not read, or the head does not predict acceptance.
+            each depth. ``[B, 0]`` if it is not needed, or the head does not predict acceptance.
     """
 
     tokens: torch.Tensor
@@ -39,11 +42,11 @@ class Candidates(NamedTuple):
     survival: torch.Tensor
 
 
-class ReadyDrafter(Drafter):
-    """Drafter whose draft states are :class:`Candidates`, or begin with their fields."""
+class OnePassDrafter(Drafter):
+    """Drafter whose draft states are :class:`DepthCandidates`, or begin with their fields."""
 
     has_spec_by_size = True
-    unlikely: tuple[float, ...] = (0, float("-inf"), 0)
+    pad_values: tuple[float, ...] = (0, float("-inf"), 0)
     """Values that pad each field of a draft state to more candidates: a token, its score, its survival."""
 
     @classmethod
@@ -56,14 +59,15 @@ class ReadyDrafter(Drafter):
     def logits_bytes(cls, model: DraftModel, batch_size: int, spec: CandidateSpec) -> int:
         """See :class:`Drafter`: logits of all depths.
 
-        Where depths are rolled out there are three more copies of a depth's logits behind K candidates: the
+        Where depths are rolled out there are three more copies of a depth's logits after K candidates: the
         correction, the sum, and the rest of the depth before.
         """
-        of_depths = spec.steps * super().logits_bytes(model, batch_size, spec)
+        of_one_depth = super().logits_bytes(model, batch_size, spec)
+        of_depths = spec.steps * of_one_depth
         head = model.head
-        if head is None or (head.markov is None and not (spec.reads_confidence and head.predicts_confidence)):
+        if head is None or (head.markov is None and not (spec.needs_confidence and head.predicts_confidence)):
             return of_depths
-        return of_depths + 3 * spec.topk * super().logits_bytes(model, batch_size, spec)
+        return of_depths + 3 * spec.topk * of_one_depth
 
     @classmethod
     def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
@@ -83,42 +87,50 @@ class ReadyDrafter(Drafter):
         return SpecShape(steps, 1, steps + 1)
 
     @classmethod
-    def candidate_spec(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
+    def candidate_spec(cls, shapes: Sequence[SpecShape], *, needs_confidence: bool = False) -> CandidateSpec:
         """See :class:`Drafter`."""
-        spec = super().candidate_spec(shapes, reads_confidence=reads_confidence)
+        spec = super().candidate_spec(shapes, needs_confidence=needs_confidence)
         return spec._replace(steps=max(1, *(shape.steps for shape in shapes)))
 
-    def widened(
-        self, made: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...]
+    # Draft states.
+
+    def pad_candidates(
+        self, made: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`.
 
         The padding has the lowest scores, so it is last in every tree. It is verified only where a window has
         room, in the first cycle after a larger batch.
         """
-        fields = []
-        for field, slot, value in zip(made, slots, self.unlikely, strict=True):
-            missing = [b - a for a, b in zip(field.shape[1:], slot.shape[1:], strict=True)]
-            sides = [side for more in reversed(missing) for side in (0, more)]
-            fields.append(pad(field, sides, value=value) if any(missing) else field)
-        return type(made)(*fields)
+        padded = []
+        for field, stored_field, value in zip(made, stored, self.pad_values, strict=True):
+            # Missing candidates of each dimension but the first; ``pad`` takes the last dimension first.
+            num_missing = [b - a for a, b in zip(field.shape[1:], stored_field.shape[1:], strict=True)]
+            if any(num_missing):
+                sides = []
+                for count in reversed(num_missing):
+                    sides += [0, count]
+                field = pad(field, sides, value=value)
+            padded.append(field)
+        return type(made)(*padded)
 
     def empty_state(self, count: int, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
         return self.empty_candidates(count, spec)
 
-    def empty_candidates(self, count: int, spec: CandidateSpec) -> Candidates:
+    def empty_candidates(self, count: int, spec: CandidateSpec) -> DepthCandidates:
         """Make the candidates of ``count`` requests that have not been prefilled."""
         steps, topk, _ = spec
         device = self.model.device
         tokens = torch.zeros(count, steps, topk, dtype=torch.int64, device=device)
         scores = torch.zeros(count, steps, self.num_parent_candidates(spec), topk, device=device)
-        return Candidates(tokens, scores, torch.zeros(count, self.num_confidence_depths(spec), device=device))
+        survival = torch.zeros(count, self.num_confidence_depths(spec), device=device)
+        return DepthCandidates(tokens, scores, survival)
 
     def num_confidence_depths(self, spec: CandidateSpec) -> int:
-        """Return the number of depths whose acceptance the head predicts; 0 if that is not read."""
+        """Return the number of depths whose acceptance the head predicts; 0 if that is not needed."""
         head = self.model.head
-        if head is None or not (spec.reads_confidence and head.predicts_confidence):
+        if head is None or not (spec.needs_confidence and head.predicts_confidence):
             return 0
         return spec.steps
 
@@ -131,28 +143,36 @@ class ReadyDrafter(Drafter):
         """Return P: candidates of the depth before that the scores depend on."""
         return spec.topk if self.markov is not None or self.num_confidence_depths(spec) else 1
 
-    def drafted(
-        self, read: torch.Tensor, spec: CandidateSpec, roots: torch.Tensor
+    def make_state(
+        self, lm_head_input: torch.Tensor, spec: CandidateSpec, roots: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Make the draft state behind the roots.
+        """Make the draft state after the roots.
 
         Args:
-            read: ``[B * D, H]``, input of the output layer at the rows of all depths.
+            lm_head_input: ``[B * D, H]``, input of the output layer at the rows of all depths.
             roots: int64 ``[B]``, the last emitted tokens.
         """
+        # Depths that depend on the token before are rolled out, one after the other.
         if self.markov is not None or self.num_confidence_depths(spec):
-            logits = DraftLogits(self.model, read.unflatten(0, (-1, spec.steps)))
-            return Candidates(*roll_out(logits, roots, spec.topk, reads_confidence=spec.reads_confidence))
-        tokens, scores = self._candidates(read, spec.topk)
+            logits = DraftLogits(self.model, lm_head_input.unflatten(0, (-1, spec.steps)))
+            return DepthCandidates(
+                *roll_out(logits, roots, spec.topk, needs_confidence=spec.needs_confidence)
+            )
+
+        # Independent depths.
+        tokens, scores = self.model.best_tokens(lm_head_input, spec.topk)
         tokens = tokens.view(-1, spec.steps, spec.topk)
         scores = scores.view(-1, spec.steps, 1, spec.topk)
-        return Candidates(tokens, scores, scores.new_zeros(len(tokens), 0))
+        return DepthCandidates(tokens, scores, scores.new_zeros(len(tokens), 0))
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         """See :class:`Drafter`; of all depths where the head predicts its confidences."""
-        if isinstance(state, Candidates) and state.survival.shape[1]:
+        if isinstance(state, DepthCandidates) and state.survival.shape[1]:
             return state.survival
-        return state[1][:, 0, 0, 0].exp() if state[1].shape[3] > 1 else None
+        scores = state[1]
+        return scores[:, 0, 0, 0].exp() if scores.shape[3] > 1 else None
+
+    # The draft.
 
     def propose(
         self,

@@ -1,4 +1,4 @@
-"""Calibration of a draft's confidences by depth, learnt while it serves.
+"""Calibration, by depth and while serving, of the confidences of heads that predict acceptance (DSpark).
 
 A confidence head is trained on other text and after the target's own tokens, so its log-odds x of a depth are
 biased and of the wrong scale in use. The calibrated log-odds are ``slope * x + offset``, with a line for each

@@ -69,7 +69,7 @@ def text_states(target: Target, ids: Sequence[int], layers: tuple[int, ...] = ()
     :func:`check_layers`."""
     with current_device(target.embed_tokens.weight.device):
         out = _forward(target, ids, layers)
-    parts = out.aux.split(target.config.hidden_size, -1) if layers else ()
+    parts = out.aux_hidden_states.split(target.config.hidden_size, -1) if layers else ()
     return TextStates(list(ids), dict(zip(layers, parts, strict=True)), out.hidden)
 
 

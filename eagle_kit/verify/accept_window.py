@@ -24,7 +24,7 @@ from eagle_kit.verify.proposal import Deterministic, DraftOutput
 from eagle_kit.verify.verifiers import Verifier, accept
 
 
-def choose(
+def sample_after_nodes(
     logits: torch.Tensor,
     tree: Tree,
     seq_lens: torch.Tensor,
@@ -54,7 +54,7 @@ def choose(
     return sample(distribution, uniforms)
 
 
-def decide(
+def accept_window(
     logits: torch.Tensor,
     window: DraftOutput,
     verifier: Verifier,
@@ -89,7 +89,7 @@ def decide(
 def distribution_of(
     logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
 ) -> torch.Tensor | FilteredLogits:
-    """Sampling distribution of the target after every node; arguments as in :func:`choose`.
+    """Sampling distribution of the target after every node; arguments as in :func:`sample_after_nodes`.
 
     Penalties and bias are applied first, then the grammar, then temperature and filters.
     """
