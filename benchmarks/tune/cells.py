@@ -162,7 +162,7 @@ def compare_cold(
     return {"figures": figures, "course": course}
 
 
-CHOOSING = "choose", "observe", "see", "observe_time", "new_request"
+CHOOSING = "choose", "observe", "observe_confidence", "observe_time", "new_request"
 """What an engine calls of its policy."""
 
 
