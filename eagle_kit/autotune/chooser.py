@@ -1,12 +1,14 @@
 """Choice of each cycle's shape by expected tokens per second.
 
 Expected tokens follow from a table of acceptance and an offset of each request; expected seconds from a table
-of costs and the times of cycles. A decision is held for some cycles, and alternatives are explored within a
-budget of time.
+of costs and the times of cycles. There are two choices:
 
-The rule for a single cycle: take the shape with the largest *tokens - rate x seconds*, where the rate is the
-tokens per second that are reached now. A cycle of t seconds takes the time in which rate x t tokens would be
-emitted anyway, so only tokens beyond these raise the speed (renewal reward).
+* Every two to eight cycles a decision compares plain decoding with the best drafting shape by expected tokens
+  per second. It is held until the next one. The other of the two is explored within a budget of time.
+* While drafting, a single cycle may take another drafting shape, if the draft's confidence is known before it
+  (in engines without lag): the one with the largest *tokens - rate x seconds*. The rate is the tokens per second
+  that are reached now. A cycle of t seconds takes the time in which rate x t tokens would be emitted anyway, so
+  only tokens beyond these raise the speed (renewal reward).
 
 Read :class:`ShapeChooser` first, which decides. It uses :class:`AcceptanceModel` for tokens,
 :class:`CostCorrection` for seconds, and :class:`ExplorationBudget` for explorations.

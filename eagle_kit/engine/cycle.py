@@ -7,7 +7,7 @@
 * :func:`accept_and_commit`: the verifier accepts a path, and its keys go from the scratch to the pool;
 * :func:`draft_extend`: the draft runs over the emitted tokens, and makes the next draft state.
 
-A function of fixed shapes from device tensors to device tensors. It writes the key-value stores and the
+:func:`cycle` maps device tensors of fixed shapes to device tensors. It writes the key-value stores and the
 recurrent states and nothing else, and no tensor is read on the host (on a CPU only lengths are, through
 guards). So the same code runs eagerly and as one CUDA graph. Ordinary decoding is a window of one node.
 
@@ -58,8 +58,9 @@ class CycleSettings(NamedTuple):
 
     Attributes:
         shape: draft and window; without a draft it must be a window of one.
-        num_columns: bound on the keys that a window node attends to. It is at least ``seq_lens + tokens``,
-            and ``seq_lens + steps + 2`` plus the rows that draft-extend appends.
+        num_columns: bound on the keys that a window node attends to. It is at least ``seq_lens`` plus the
+            largest of ``tokens``, ``1 + (steps - 1) * topk`` of a growing tree, and ``steps + 2`` plus the
+            rows that draft-extend appends.
         num_logprobs: alternatives to report for every emitted token; None reports no log-probabilities.
         verifier: verifier of the drafts of requests that sample, sound for the drafter's proposals.
         candidate_spec: candidates of the draft state that the cycle makes; None takes those of ``shape``.

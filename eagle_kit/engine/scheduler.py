@@ -38,8 +38,8 @@ Work of a step:
 * Every decoding request gets the pages that the next cycle may write. If pages are missing, the
   last request in the order of admission is preempted.
 * Waiting requests are admitted.
-* Where a step serves several groups, it computes fewer prompt tokens. A token counts for more the
-  more tokens are before it.
+* Where a step serves several groups, it computes fewer prompt tokens. The cost of a token
+  grows with its position.
 * Half of these tokens are reserved for the oldest prompt. The others go to the prompts that end
   soonest.
 * A prompt that fits into two steps' tokens is computed to its end at once, even beyond these tokens.

@@ -31,7 +31,8 @@ class CycleState(NamedTuple):
         page_table: int64 ``[B, P]``.
         seq_lens: int64 ``[B]``, tokens in the target's pool.
         roots: int64 ``[B]``, the last emitted token, at position ``seq_lens``. The target's pool has no entry
-            of it yet; that of an EAGLE draft has one.
+            of it yet; that of an EAGLE draft has one,
+            unless the request has pending draft tokens.
         active: bool ``[B]``, False for padding, whose state does not change.
         draft: the drafter's own state, a named tuple of tensors with B rows, such as ``DraftState``; None
             without a draft model.

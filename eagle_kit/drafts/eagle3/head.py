@@ -2,8 +2,8 @@
 
 The paper's symbols (section 3.1, figure 5) and the code:
 
-    l, m, h    hidden states of a low, a middle and a high target layer (inputs of the layers 2, L//2 and
-               L - 3 by default): ``aux_hidden_states``
+    l, m, h    hidden states of a low, a middle and a high target layer (inputs of the layers 2, n // 2
+               and n - 3 of n by default): ``aux_hidden_states``
     g          their fusion ``fc([l; m; h])``, the feature of step 0: :meth:`Eagle3Head.fuse`
     e          embedding of the next token: ``embeds``
     a          output of the decoder layer, which is the feature of the next step in place of g:
@@ -19,8 +19,8 @@ A step in order: :meth:`Eagle3Layer.inputs` (norms, ``[e; g]``), attention, :met
   (:meth:`Eagle3Layer.gather_inputs`) and the last (:meth:`Eagle3Head.finish_step`). Drafting is
   :class:`eagle_kit.drafts.base.autoregressive.AutoregressiveDrafter`.
 
-Not of the paper: it reduces ``[e; g]`` to H by a second linear layer. The published checkpoints have none,
-and neither has this head: the projections of queries, keys and values read 2 H values. The draft vocabulary
+The paper reduces ``[e; g]`` to H by a second linear layer. The published checkpoints and this head do not:
+the projections of queries, keys and values read 2 H values. The draft vocabulary
 (``d2t``, ``t2d``) is of the published code. EAGLE-3.1 (arXiv 2605.09992) is ``fc_norm`` and ``norm_output``
 of :class:`Eagle3Config`.
 
