@@ -5,10 +5,10 @@ of costs and the times of cycles. There are two choices:
 
 * Every two to eight cycles a decision compares plain decoding with the best drafting shape by expected tokens
   per second. It is held until the next one. The other of the two is explored within a budget of time.
-* While drafting, a single cycle may take another drafting shape, if the draft's confidence is known before it
-  (in engines without lag): the one with the largest *tokens - rate x seconds*. The rate is the tokens per second
-  that are reached now. A cycle of t seconds takes the time in which rate x t tokens would be emitted anyway, so
-  only tokens beyond these raise the speed (renewal reward).
+* While drafting, a single cycle may take another drafting shape, if the draft's confidence is known before
+  it (in engines without lag): the one with the largest *tokens - rate x seconds*. The rate is the tokens per
+  second that are reached now. A cycle of t seconds takes the time in which rate x t tokens would be emitted
+  anyway, so only tokens beyond these raise the speed (renewal reward).
 
 Read :class:`ShapeChooser` first, which decides. It uses :class:`AcceptanceModel` for tokens,
 :class:`CostCorrection` for seconds, and :class:`ExplorationBudget` for explorations.
