@@ -14,7 +14,7 @@ class SpecShape(NamedTuple):
 
     Attributes:
         steps: depth of the draft, S. 0 is ordinary decoding.
-        topk: candidates per depth, K. 1 is a chain.
+        topk: nodes that the draft runs per depth, and children of each of them, K. 1 is a chain.
         tokens: nodes verified in one target forward, N, *root included*.
 
     The published code of EAGLE counts forwards: its ``depth`` d is d + 1 steps here. Its ``total_token`` is

@@ -199,7 +199,7 @@ def finish_cycle(
     verified = verify_and_commit(models, state, window, settings, sampling, allowed)
     emitted = verified.emitted
 
-    # A plain cycle may leave its tokens to the draft for later.
+    # A cycle without a draft may leave its tokens to the draft for later.
     drafter = models.drafter
     pending = None
     if drafter is not None and defers_draft(drafter, settings):

@@ -9,7 +9,7 @@ the text x:
     position   i + k, for RoPE, within the document
     teacher    the target's distribution at position i + 1 + k, which predicts x[i + 2 + k]
 
-In serving, the same step reads the entry of the token at position i + 1 + k
+In serving, the same step computes the entry of the token at position i + 1 + k
 (:mod:`eagle_kit.drafts.base.cycle_state`).
 
 Rows without x[i + 2 + k] do not exist. The loss mask is ``reply``: the number of the reply that each token

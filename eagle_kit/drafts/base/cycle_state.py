@@ -1,7 +1,8 @@
 """State of a batch between two decode cycles, and where target and draft keep the entries of its tokens.
 
-A token's position is its index in its request. This request has the tokens A B C D in the target's pool, the
-root R (the last emitted token), and the drafts x y z of an EAGLE head in 3 steps:
+The pool keeps the entries (keys and values) of committed tokens, the scratch those of a window's nodes for
+one cycle. A token's position is its index in its request. This request has the tokens A B C D in the target's
+pool, the root R (the last emitted token), and the drafts x y z of an EAGLE head in 3 steps:
 
     position            0     1     2     3     4     5     6     7
     token               A     B     C     D     R     x     y     z

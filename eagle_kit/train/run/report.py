@@ -145,7 +145,7 @@ def _facts(run: RunCurves) -> Table:
     facts = {
         "steps": str(last["step"]),
         "tokens": f"{run.tokens:,}",
-        "rows with loss at step 0": f"{sum(row['supervised_tokens'] for row in run.metrics):,}",
+        "supervised rows at step 0": f"{sum(row['supervised_tokens'] for row in run.metrics):,}",
         "time in steps": format_seconds(sum(run.seconds.values())),
         "time in validations": format_seconds(sum(row["seconds"] for row in run.validations)),
         "loss": f"{losses[-1]:.4f}" if losses else "never finite",

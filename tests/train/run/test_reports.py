@@ -92,7 +92,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
         tracking={"report": True, "tensorboard": True, "project": "heads"},
     )
     validates: list[Validator] = []
-    validation = Validator.validation
+    validation = Validator.validate
 
     def validate_and_note(self: Validator, head: Any) -> ValidationResult:
         validates.append(self)
@@ -337,7 +337,7 @@ def test_a_page_has_the_figures_of_the_run_its_sources_and_its_validations(tmp_p
     assert facts == {
         "steps": "13",
         "tokens": "1,300",
-        "rows with loss at step 0": "910",
+        "supervised rows at step 0": "910",
         "time in steps": "0m06s",
         "time in validations": "0m13s",
         "loss": f"{3.0 / 12:.4f}",

@@ -80,7 +80,7 @@ def test_simulated_equals_decoded_for_every_chain(validator: Validator, trained_
 
 
 def test_validating_leaves_head_and_its_gradients_alone(
-    validation: Validator, trained_head: Eagle3Head
+    validator: Validator, trained_head: Eagle3Head
 ) -> None:
     before = {name: value.clone() for name, value in trained_head.state_dict().items()}
     validator.validate(trained_head)
@@ -150,11 +150,11 @@ def test_replies_that_differ_from_plain_decoding_are_counted_once_each(
 def test_prompts_are_counted_by_category_too(target: LlamaModel, trained_head: Eagle3Head) -> None:
     config, found = ValidationConfig(max_tokens=16, shapes=("3,1,4", "1,1,2")), prompts(6, seed=1)
     names = ["a", "b", "b", "a", "b", "a"]
-    both = Validator(target, found, config, names).validation(trained_head)
+    both = Validator(target, found, config, names).validate(trained_head)
     assert set(both.by_category) == {"a", "b"}
     for name, counts in both.by_category.items():
         mine = [prompt for prompt, of in zip(found, names, strict=True) if of == name]
-        assert counts == Validator(target, mine, config).validation(trained_head).decoded["3,1,4"]
+        assert counts == Validator(target, mine, config).validate(trained_head).decoded["3,1,4"]
     total = ValidationResult.total([both, both])
     assert total.row()["accept_length_of"] == {n: c.accept_length for n, c in both.by_category.items()}
-    assert "accept_length_of" not in Validator(target, found, config).validation(trained_head).row()
+    assert "accept_length_of" not in Validator(target, found, config).validate(trained_head).row()
