@@ -19,7 +19,7 @@ class Arm(Section):
 
     choose: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     """One setting and the values among which the first seed decides: it is trained with each, and the one
-    whose best validation has the longest accept length (of validation's first shape, on held-out prompts) is
+    whose best validation has the longest accept length (of its first shape, on held-out prompts) is
     the arm's for all seeds.
     """
 

@@ -169,12 +169,10 @@ def _work(
     plan = make_row_plan(row.reply, row.doc_start, options.ttt_length)
     if target is not None:
         found = capture_features(target, ids, row.doc_start, head.capture, torch.zeros_like(plan.is_teacher))
-        aux, hidden, embed, output = (
-            found.aux_hidden_states,
-            found.hidden,
-            target.embed_tokens.weight,
-            target.head_weight,
-        )
+        aux = found.aux_hidden_states
+        hidden = found.hidden
+        embed = target.embed_tokens.weight
+        output = target.head_weight
     else:
         width = config.hidden_size
         aux, hidden = (torch.randn(len(ids), n * width, device=device) for n in (len(head.capture), 1))

@@ -823,12 +823,12 @@ class ShapeChooser(ShapePolicy):
         needs_confirmation = has_explored and not self._is_confirming
         self._is_exploring = False
         self._is_confirming = False
-        loss_of_plain = EXPLORED_CYCLES * forecast.plain_seconds * (1.0 - 1.0 / max(gain, 1.0))
 
         # Drafting is in use: it goes on as long as it is not slower. An exploration that finds it faster is
         # confirmed by plain cycles, because the machine may have been slower in the plain cycles before.
         # Exploring plain decoding loses what drafting would have gained, and the draft backfill after it.
         if self._is_drafting:
+            loss_of_plain = EXPLORED_CYCLES * forecast.plain_seconds * (1.0 - 1.0 / max(gain, 1.0))
             if needs_confirmation and gain >= 1.0:
                 self._switch_to(PLAIN)
                 self._budget.spend(loss_of_plain)
@@ -856,8 +856,8 @@ class ShapeChooser(ShapePolicy):
 
         # Exploring drafting loses the part of its cycles by which it may be slower, and the draft backfill.
         num_cycles = self._exploration_cycles(size, is_drafting=True)
-        loss = num_cycles * drafting_seconds * (1.0 - min(gain, 1.0 / gain)) + backfill
         # An exploration of plain decoding that finds drafting slower is confirmed by drafting.
+        loss = num_cycles * drafting_seconds * (1.0 - min(gain, 1.0 / gain)) + backfill
         if needs_confirmation or self._is_worth_exploring(requests, forecast, best_index, gain, loss):
             self._switch_to(best_index)
             self._drafting_loss += backfill

@@ -1,6 +1,6 @@
 """Plans of training recipes at full size beside the bytes that torch's allocator takes.
 
-Whole runs take a few steps, validation, capture states into a store, and learn from it.
+Whole runs take a few steps, validate, capture states into a store, and learn from it.
 """
 
 import json

@@ -70,7 +70,7 @@ def test_one_draft_after_another(models, expected):
 
 
 def test_graphs_read_the_weights_that_a_head_has_now(models, expected):
-    """validation beside training has a head that changes in place."""
+    """Validation beside training has a head that changes in place."""
     llm = models.llm("cuda", TARGET, "eagle3", shape="3,1,4")
     assert texts_of(llm, mixed(0, PROMPTS)) == expected
     totals = llm.engine().totals

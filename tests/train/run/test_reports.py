@@ -65,7 +65,7 @@ class Reported(NamedTuple):
     Attributes:
         folder: of the run.
         said: printed by the second session.
-        replies: of the target to validation's prompts, in the second session.
+        replies: of the target to the prompts of validation, in the second session.
     """
 
     folder: Path
@@ -91,12 +91,12 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
         training={"save_every": 10, "log_every": 2},
         tracking={"report": True, "tensorboard": True, "project": "heads"},
     )
-    validates: list[Validator] = []
-    validation = Validator.validate
+    validators: list[Validator] = []
+    validate = Validator.validate
 
     def validate_and_note(self: Validator, head: Any) -> ValidationResult:
-        validates.append(self)
-        return validation(self, head)
+        validators.append(self)
+        return validate(self, head)
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
@@ -106,8 +106,8 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
             with redirect_stdout(said):
                 assert main([str(config), *words]) == 0
             AcceleratorState._reset_state(reset_partial_state=True)
-    assert validates[-1].replies is not None
-    return Reported(folder / "run", said.getvalue(), validates[-1].replies)
+    assert validators[-1].replies is not None
+    return Reported(folder / "run", said.getvalue(), validators[-1].replies)
 
 
 def test_validations_agree_between_engine_and_trainer(reported: Reported) -> None:
