@@ -213,9 +213,12 @@ def rope_magnitude(scaling: dict[str, Any] | None) -> float:
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """``1 / (1 + exp(-x))``, computed in fp32. The last bits of torch's own on a CPU depend on the position
-    of an element in its tensor. Below -80 the result is that of -80, 1.8e-35, because the gradient of an
-    overflowing ``exp`` would be NaN."""
-    return (1.0 / (1.0 + torch.exp(-x.float().clamp(min=-80.0)))).to(x.dtype)
+    of an element in its tensor. In training the result below -80 is that of -80, 1.8e-35, because the
+    gradient of an overflowing ``exp`` would be NaN."""
+    wide = x.float()
+    if wide.requires_grad:
+        wide = wide.clamp(min=-80.0)
+    return (1.0 / (1.0 + torch.exp(-wide))).to(x.dtype)
 
 
 class Attention(nn.Module):
