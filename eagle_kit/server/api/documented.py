@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 MEANINGS = {
     400: (
         "The body is no JSON (`invalid_json`), has too many parts (`body_too_complex`) or mistakes "
-        "(`many_mistakes`), or has an unknown parameter (`unsupported_parameter`). Without a code: a value is "
-        "out of range, a constraint is not supported, or the prompt does not fit the context."
+        "(`many_mistakes`), or has an unknown parameter (`unsupported_parameter`). Without a code: a value "
+        "is out of range, a constraint is not supported, or the prompt does not fit the context."
     ),
     401: "The API key is missing or wrong (`invalid_api_key`).",
     403: "The header Host or Origin names another host (`host_not_allowed`, `origin_not_allowed`).",

@@ -101,7 +101,8 @@ class Message(Strict):
     """Identifier of the call that this message answers; only with the role `tool`, which needs it."""
 
     reasoning_content: str | None = None
-    """Reasoning of an earlier reply, passed to the chat template, which may leave it out."""
+    """Reasoning of an earlier reply, passed to the chat template, as `thinking` where it has that name; the
+    template may leave it out."""
 
     reasoning: str | None = None
     """vLLM's name of `reasoning_content`."""

@@ -99,7 +99,8 @@ class CompletionLogprobs(ResponseBody):
     """Parallel lists, one entry per token; offsets count characters of the text."""
 
     tokens: list[str]
-    """Texts of the tokens. A token that is a part of a character is written as `bytes:\\xe2`."""
+    """Texts of the tokens. A part of a character, or a byte token whose character has a token of its own, is
+    written as `bytes:\\xe2`."""
 
     token_logprobs: list[float]
     """Natural logarithms of the probabilities before temperature, penalties and biases; at least -9999."""
