@@ -198,7 +198,7 @@ def _apply_numbers_of_ranks(args: argparse.Namespace) -> None:
     if not args.data_parallel_attention and replicas not in (None, 1):
         raise UserError(
             f"--dp-size {replicas}: a server is one replica.",
-            "Start several behind a router (docs/serving.md), or give --enable-dp-attention.",
+            "Start several behind a router (docs/how-to/serve-a-fleet.md), or give --enable-dp-attention.",
         )
     experts = args.expert_parallel_size
     if experts not in (None, 1, ranks):

@@ -167,7 +167,7 @@ def test_the_page_on_python_runs_block_by_block(
     target: str, draft: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("llguidance")
-    path = FOLDER.parent / "docs" / "python.md"
+    path = FOLDER.parent / "docs" / "how-to" / "use-from-python.md"
     text = path.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert blocks

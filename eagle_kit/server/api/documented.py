@@ -10,16 +10,31 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 MEANINGS = {
-    400: "A parameter is unknown, unsupported or wrong; the prompt does not fit.",
-    401: "The API key is missing or wrong.",
-    404: "Another model than the one served.",
-    408: "The body does not arrive.",
-    413: "The body is too large.",
-    415: "The body is not JSON.",
-    429: "The client asks for too much at a time.",
-    500: "The engine has failed.",
-    503: "The queue is full, or the server shuts down; see Retry-After.",
+    400: (
+        "The body is no JSON (`invalid_json`), has too many parts (`body_too_complex`) or mistakes "
+        "(`many_mistakes`), or has an unknown parameter (`unsupported_parameter`). Without a code: a value "
+        "is out of range, a constraint is not supported, or the prompt does not fit the context."
+    ),
+    401: "The API key is missing or wrong (`invalid_api_key`).",
+    403: "The header Host or Origin names another host (`host_not_allowed`, `origin_not_allowed`).",
+    404: "The model is not the one that is served (`model_not_found`).",
+    408: "The headers or the body did not arrive in time (`headers_timeout`, `body_timeout`).",
+    413: "The body is too large (`body_too_large`).",
+    415: "The header Content-Type is not application/json.",
+    429: (
+        "The client has too many replies in progress (`too_many_parallel_requests`), or sent too many "
+        "requests in a minute (`rate_limit_exceeded`). Retry-After is the number of seconds to wait."
+    ),
+    500: (
+        "The engine has failed (`engine_failed`), or the logits of this request were not finite "
+        "(`logits_not_finite`)."
+    ),
+    503: (
+        "The queue or the room for bodies is full, or the server shuts down (`overloaded`), or the GPU had "
+        "too little memory for a step (`out_of_memory`). Retry-After is the number of seconds to wait."
+    ),
 }
+"""Meaning of each status, with the codes of its errors."""
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

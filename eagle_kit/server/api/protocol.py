@@ -56,7 +56,7 @@ Choices = Annotated[Several[Choice], Field(min_length=1, max_length=256)]
 class Strict(BaseModel):
     """No unknown keys, no conversions: ``true`` is not 1 and ``1.0`` is not a whole number."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class TextPart(Strict):
@@ -86,16 +86,38 @@ class Message(Strict):
     replies that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Author of the message. `developer` becomes `system` where the chat template knows no developers."""
+
     content: str | Several[TextPart] | None = None
+    """Text, or text parts, which are joined by line ends. Pictures and sounds are refused."""
+
     name: str | None = None
+    """Passed to the chat template, which may leave it out."""
+
     tool_calls: Several[ToolCall] | None = None
+    """Calls of an earlier reply; only with the role `assistant`."""
+
     tool_call_id: str | None = None
+    """Identifier of the call that this message answers; only with the role `tool`, which needs it."""
+
     reasoning_content: str | None = None
+    """Reasoning of an earlier reply, passed to the chat template, as `thinking` where it has that name; the
+    template may leave it out."""
+
     reasoning: str | None = None
+    """vLLM's name of `reasoning_content`."""
+
     refusal: None = None
+    """Only `null`, as replies have it."""
+
     audio: None = None
+    """Only `null`, as replies have it."""
+
     function_call: None = None
+    """Only `null`, as replies have it."""
+
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    """Only `null` or an empty list."""
 
     @model_validator(mode="after")
     def _check(self) -> "Message":
@@ -116,9 +138,16 @@ class FunctionDefinition(Strict):
     """A function that the model may be told of; ``parameters`` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    """Name of the function."""
+
     description: str | None = None
+    """What the function does, passed to the chat template."""
+
     parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments. A `tool_choice` that forces a call needs a supported schema."""
+
     strict: bool | None = None
+    """`true` is refused: with `tool_choice: "auto"` the arguments are not forced to match the schema."""
 
     @model_validator(mode="after")
     def _check(self) -> "FunctionDefinition":
@@ -154,16 +183,26 @@ class SchemaFormat(Strict):
     """A JSON schema with its name, in OpenAI's shape."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    """Name of the schema; it has no effect."""
+
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    """The JSON schema. A keyword that is not supported is refused with 400."""
+
     description: str | None = None
+    """It has no effect."""
+
     strict: bool | None = None
+    """It has no effect: the schema is always enforced."""
 
 
 class ResponseFormat(Strict):
     """Format of the reply; a schema is always enforced, whatever `strict` says."""
 
     type: Literal["text", "json_object", "json_schema"]
+    """`text` is no constraint, `json_object` any JSON object, `json_schema` the object of the schema."""
+
     json_schema: SchemaFormat | None = None
+    """The schema; only with the type `json_schema`, which needs it."""
 
     @model_validator(mode="after")
     def _check(self) -> "ResponseFormat":
@@ -184,9 +223,16 @@ class StructuredOutputs(Strict):
     """Constraint on the reply by vLLM's names; exactly one of them."""
 
     json_schema: Annotated[Schema | None, Field(alias="json")] = None
+    """JSON schema that the reply matches, as an object or as the text of one."""
+
     regex: Pattern | None = None
+    """Regular expression that the whole reply matches."""
+
     choice: Choices | None = None
+    """Texts, one of which is the whole reply."""
+
     json_object: bool | None = None
+    """`true`: the reply is any JSON object."""
 
     @model_validator(mode="after")
     def _check(self) -> "StructuredOutputs":
@@ -212,53 +258,143 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    """Send `usage` in the last event."""
+
     continuous_usage_stats: bool | None = None
+    """Send `usage` in every event, as vLLM and SGLang do."""
+
     include_obfuscation: Literal[False] | None = None
+    """Accepted as `false`; it has no effect."""
 
 
 class Sampling(Strict):
     """Parameters of both completion endpoints."""
 
     model: str | None = None
+    """Name of the served model, or the path or hub id that was served. Default: the served model."""
+
     stream: bool | None = None
+    """Send the reply as server-sent events. Default: false."""
+
     stream_options: StreamOptions | None = None
+    """Options of a stream; only with `stream: true`."""
+
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Replies to each prompt. Reply i draws with `seed` + i. Default: 1."""
+
     max_tokens: Count | None = None
+    """Most tokens of a reply. Default: 16 in completions, the rest of the context in chats. A number that
+    the context has no room for is refused."""
+
     temperature: Annotated[float, Field(ge=0)] | None = None
+    """Sampling temperature; 0 is greedy decoding. Values above 2 are allowed. Default: 1."""
+
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Sample from the most likely tokens whose probabilities add up to this. Default: 1."""
+
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Sample from this many most likely tokens; 0 and -1 mean all of them. Default: 0."""
+
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Sample from tokens at least this times as likely as the most likely one. Default: 0."""
+
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Seed of the random numbers. In fp32 a reply with a seed does not depend on its batch. Default: drawn by
+    the server."""
+
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted from a logit for every occurrence of the token in the reply. Default: 0."""
+
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted once from the logits of tokens that occur in the reply. Default: 0."""
+
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Divides positive, and multiplies negative, logits of tokens of the prompt and the reply. Default: 1."""
+
     logit_bias: Annotated[dict[str, Bias], Field(max_length=2**15)] | None = None
+    """Number added to the logit of each token id, whose key is the id as text."""
+
     allowed_token_ids: Annotated[Several[Token], Field(min_length=1, max_length=2**15)] | None = None
+    """No other token is emitted. The reply ends by itself only if an end token of the model is among
+    them. It excludes all grammars."""
+
     bad_words: Annotated[Several[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    """Words whose token sequences are not emitted, with and without a blank before them."""
+
     stop: StopText | Annotated[Several[StopText], Field(max_length=16)] | None = None
+    """Text, or texts, that end the reply and are not a part of it. The text that is complete first ends the
+    reply."""
+
     stop_token_ids: Annotated[Several[Token], Field(max_length=256)] | None = None
+    """Tokens that end the reply."""
+
     ignore_eos: bool | None = None
+    """Do not end the reply at an end token of the model. Default: false."""
+
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    """Requests with larger numbers are served first. Default: 0."""
+
     response_format: ResponseFormat | None = None
+    """Format of the reply; it excludes the other constraints."""
+
     regex: Pattern | None = None
+    """Regular expression that the whole reply matches; in a chat, what follows its reasoning. It excludes the
+    other constraints."""
+
     structured_outputs: StructuredOutputs | None = None
+    """vLLM's name for a constraint on the reply; it excludes the other constraints."""
+
     guided_json: Schema | None = None
+    """vLLM's older name of `structured_outputs.json`."""
+
     guided_regex: Pattern | None = None
+    """vLLM's older name of `structured_outputs.regex`."""
+
     guided_choice: Choices | None = None
+    """vLLM's older name of `structured_outputs.choice`."""
+
     return_speculation: bool | None = None
+    """Add `speculation` to the response; in a stream, to its last event. Default: false."""
+
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    """Text that separates caches: pages, n-grams and compiled grammars are shared only among requests with
+    the same salt."""
+
     user: str | None = None
+    """Accepted; it has no effect."""
+
     metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
+    """Accepted; it has no effect."""
+
     safety_identifier: str | None = None
+    """Accepted; it has no effect."""
+
     prompt_cache_key: str | None = None
+    """Accepted; it has no effect."""
+
     store: Literal[False] | None = None
+    """Accepted as `false`; it has no effect."""
+
     service_tier: Literal["auto", "default"] | None = None
+    """Accepted as `auto` or `default`; it has no effect."""
+
     no_stop_trim: Literal[False] | None = None
+    """Accepted as `false`, as SGLang's router sends it; it has no effect."""
+
     include_stop_str_in_output: Literal[False] | None = None
+    """Accepted as `false`; it has no effect."""
+
     min_tokens: Literal[0] | None = None
+    """Accepted as 0; it has no effect. Use `ignore_eos` for replies of exactly `max_tokens`."""
+
     return_token_ids: Literal[False] | None = None
+    """Accepted as `false`; it has no effect."""
+
     skip_special_tokens: bool | None = None
+    """`false` shows special tokens in the text, except the token that ended the reply. Default: true."""
+
     return_hidden_states: Literal[False] | None = None
+    """Accepted as `false`, as SGLang's router sends it; it has no effect."""
 
     @model_validator(mode="after")
     def _check_sampling(self) -> "Sampling":
@@ -312,24 +448,53 @@ class ChatMessages(Strict):
     ``enable_thinking``."""
 
     messages: Annotated[Several[Message], Field(min_length=1, max_length=4096)]
+    """The conversation."""
+
     tools: Annotated[Several[Tool], Field(max_length=512)] | None = None
+    """Tools that the reply may call. An empty list is none. A chat template without a place for tools refuses
+    them."""
+
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Arguments of the chat template, such as `{"enable_thinking": false}`. Names that the template does
+    not read are refused."""
 
 
 class ChatRequest(ChatMessages, Sampling):
     """`POST /v1/chat/completions`."""
 
     max_completion_tokens: Count | None = None
+    """The same as `max_tokens`; both may be given if they are equal."""
+
     logprobs: bool | None = None
+    """Report the log-probability of every token. Default: false."""
+
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Most likely tokens to report beside each token; only with `logprobs: true`. Default: 0."""
+
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """`none`: calls are not parsed. `auto`, the default with tools: the model decides. `required`, or a
+    function: a grammar forces the call, and no other constraint may be given."""
+
     parallel_tool_calls: bool | None = None
+    """`false`: a reply has its first call only. Default: true."""
+
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    """Accepted as `["text"]`; it has no effect."""
+
     add_generation_prompt: Literal[True] | None = None
+    """Accepted as `true`; it has no effect."""
+
     continue_final_message: Literal[False] | None = None
+    """Accepted as `false`, as SGLang's router sends it; it has no effect."""
+
     echo: Literal[False] | None = None
+    """Accepted as `false`; it has no effect."""
+
     separate_reasoning: Literal[True] | None = None
+    """Accepted as `true`, as SGLang's router sends it; it has no effect."""
+
     stream_reasoning: Literal[True] | None = None
+    """Accepted as `true`, as SGLang's router sends it; it has no effect."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
@@ -378,9 +543,17 @@ class CompletionRequest(Sampling):
         ],
         Field(union_mode="left_to_right"),
     ]
+    """Text, texts, the token ids of a prompt, or lists of token ids. The reply continues the prompt."""
+
     echo: bool | None = None
+    """Repeat the prompt before the reply; not with `logprobs`. Special tokens of token ids are repeated only
+    with `skip_special_tokens: false`. Default: false."""
+
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Report the log-probability of every token, and of this many most likely tokens."""
+
     best_of: Literal[1] | None = None
+    """Accepted as 1; it has no effect."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionRequest":
@@ -400,12 +573,25 @@ class TokenizeRequest(Strict):
     """`POST /tokenize`: a text as it is, or messages through the chat template."""
 
     model: str | None = None
+    """Name of the served model. Default: the served model."""
+
     prompt: str | None = None
+    """Text; either this or `messages`."""
+
     messages: Annotated[Several[Message], Field(min_length=1, max_length=4096)] | None = None
+    """Conversation for the chat template; either this or `prompt`."""
+
     tools: Annotated[Several[Tool], Field(max_length=512)] | None = None
+    """Tools for the chat template; only with `messages`."""
+
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Arguments of the chat template; only with `messages`."""
+
     add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens; only with `prompt`. Default: true."""
+
     add_generation_prompt: Literal[True] | None = None
+    """Accepted as `true` with `messages`; the generation prompt is always added."""
 
     @model_validator(mode="after")
     def _check(self) -> "TokenizeRequest":
@@ -433,15 +619,24 @@ class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
+    """Name of the served model. Default: the served model."""
+
     tokens: Annotated[Several[Token], Field(max_length=2**20)]
+    """Token ids."""
+
     skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text. Default: false."""
 
 
 class AbortRequest(Strict):
     """`POST /abort`: the `X-Request-Id` (or response id) of a request, or all of them."""
 
     request_id: Annotated[str, Field(min_length=1, max_length=160)] | None = None
+    """The `X-Request-Id` of a request, or the id of its response. An id that a client chose is found only for
+    requests from that client's address."""
+
     abort_all: bool | None = None
+    """`true`: end all replies to the caller's address."""
 
     @model_validator(mode="after")
     def _check(self) -> "AbortRequest":

@@ -3,19 +3,26 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 
 
-class CachedTokens(BaseModel):
+class ResponseBody(BaseModel):
+    """Body of a response, or a part of one. The text under a field is its description."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class CachedTokens(ResponseBody):
     """Tokens of the prompt that the prefix cache held."""
 
     cached_tokens: int = 0
+    """Number of tokens, those of other clients' prompts included."""
 
 
-class Usage(BaseModel):
+class Usage(ResponseBody):
     """Tokens of prompt and reply; a prompt with several choices counts once."""
 
     prompt_tokens: int
@@ -24,18 +31,29 @@ class Usage(BaseModel):
     prompt_tokens_details: CachedTokens
 
 
-class Speculation(BaseModel):
-    """Acceptance of this response: ``histogram[k]`` verifies emitted k tokens, the bonus token included;
-    ``shapes``: cycles in each shape; ``reasons``: what is expected of the shapes that are chosen by
-    measurements, by batch size, and where the measurements come from."""
+class Speculation(ResponseBody):
+    """Acceptance of the drafts of this response."""
 
     accept_length: float
+    """Tokens per verify, the bonus token included."""
+
     num_verifies: int
+    """Cycles in which a draft was verified."""
+
     num_accepted_tokens: int
+    """Accepted draft tokens, bonus tokens excluded."""
+
     histogram: list[int]
+    """`histogram[k]`: verifies that emitted k tokens, the bonus token included."""
+
     num_accepted_at: list[int]
+    """`num_accepted_at[d]`: verifies that accepted the draft token at depth d + 1."""
+
     shapes: dict[str, int]
+    """Cycles by speculation shape; `none` counts plain cycles, which are not verifies."""
+
     reasons: list[str]
+    """Expected gain of the chosen shapes by batch size; empty if `--shape` was given."""
 
     @classmethod
     def of(cls, stats: SpecStats, shapes: Mapping[SpecShape, int], reasons: list[str]) -> "Speculation":
@@ -51,12 +69,17 @@ class Speculation(BaseModel):
         )
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(ResponseBody):
     """A token, its log-probability, and its bytes as numbers."""
 
     token: str
+    """Text of the token behind other tokens, with its leading blank."""
+
     logprob: float
+    """Natural logarithm of the probability before temperature, penalties and biases; at least -9999."""
+
     bytes: list[int]
+    """Bytes of the token, also if they are a part of a character."""
 
 
 class ChatLogprob(TopLogprob):
@@ -65,30 +88,38 @@ class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(ResponseBody):
     """One entry per token of the content."""
 
     content: list[ChatLogprob]
     refusal: None = None
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(ResponseBody):
     """Parallel lists, one entry per token; offsets count characters of the text."""
 
     tokens: list[str]
+    """Texts of the tokens. A part of a character, or a byte token whose character has a token of its own, is
+    written as `bytes:\\xe2`."""
+
     token_logprobs: list[float]
+    """Natural logarithms of the probabilities before temperature, penalties and biases; at least -9999."""
+
     top_logprobs: list[dict[str, float]]
+    """Most likely tokens. Of two tokens with the same text the second is written as `token_id:123`."""
+
     text_offset: list[int]
+    """Number of characters before the token; of the later bytes of a character, before the character."""
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(ResponseBody):
     """Function that is called; ``arguments`` is a JSON object as text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ToolCall(ResponseBody):
     """A call of a tool."""
 
     id: str
@@ -102,7 +133,7 @@ class ToolCallDelta(ToolCall):
     index: int
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(ResponseBody):
     """The reply. ``reasoning_content`` and ``tool_calls`` are there where there are any; ``content`` is null
     where there are calls alone."""
 
@@ -118,16 +149,18 @@ class ChatMessage(BaseModel):
         return {name: value for name, value in handler(self).items() if name not in absent}
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(ResponseBody):
     """One of `n` replies."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
+    """`stop`, `length`, `tool_calls`, or `abort`: the server was stopped, `/abort` was called, or a
+    constraint left no token that could follow."""
 
 
-class ChatDelta(BaseModel):
+class ChatDelta(ResponseBody):
     """Addition of a chunk; absent fields are left out, as OpenAI does it."""
 
     role: Literal["assistant"] | None = None
@@ -140,7 +173,7 @@ class ChatDelta(BaseModel):
         return {name: value for name, value in handler(self).items() if value is not None}
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(ResponseBody):
     """Addition of a chunk to one reply."""
 
     index: int
@@ -149,7 +182,7 @@ class ChatChunkChoice(BaseModel):
     finish_reason: str | None = None
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(ResponseBody):
     """One of `n` texts of one of the prompts, or an addition to it."""
 
     index: int
@@ -158,7 +191,7 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None = None
 
 
-class Response(BaseModel):
+class Response(ResponseBody):
     """Common fields of responses and of their events. ``speculation`` is sent when asked for; the last event
     may have it and the usage instead of choices."""
 
@@ -194,7 +227,7 @@ class CompletionChunk(CompletionResponse):
     """Event of a completion stream."""
 
 
-class ModelCard(BaseModel):
+class ModelCard(ResponseBody):
     """Model that is served."""
 
     id: str
@@ -204,14 +237,14 @@ class ModelCard(BaseModel):
     max_model_len: int
 
 
-class ModelList(BaseModel):
+class ModelList(ResponseBody):
     """`GET /v1/models`."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class Tokens(BaseModel):
+class Tokens(ResponseBody):
     """`POST /tokenize`."""
 
     tokens: list[int]
@@ -219,25 +252,25 @@ class Tokens(BaseModel):
     max_model_len: int
 
 
-class Text(BaseModel):
+class Text(ResponseBody):
     """`POST /detokenize`."""
 
     prompt: str
 
 
-class Aborted(BaseModel):
+class Aborted(ResponseBody):
     """`POST /abort`: replies that were still running or waiting."""
 
     num_aborted: int
 
 
-class HealthReport(BaseModel):
+class HealthReport(ResponseBody):
     """`GET /health`, its parts, and `/health_generate`."""
 
     status: Literal["ok", "draining", "unhealthy", "busy"]
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(ResponseBody):
     """Error, and the parameter that it is about."""
 
     message: str
@@ -246,7 +279,7 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class ErrorResponse(BaseModel):
+class ErrorResponse(ResponseBody):
     """Body of every response of 400 and above."""
 
     error: ErrorDetail

@@ -61,7 +61,8 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
         http: Request,
         body: ChatRequest = Depends(body_of(ChatRequest, service)),  # noqa: B008
     ) -> Response:
-        """Answer messages; see docs/serving.md for what differs from OpenAI."""
+        """Answer a conversation. Without `stream` the response is one JSON object, else server-sent events
+        that end with `[DONE]`. Every parameter that is not listed is refused."""
         return await respond(ChatAnswer, http, body)
 
     @app.post(
@@ -74,5 +75,5 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
         http: Request,
         body: CompletionRequest = Depends(body_of(CompletionRequest, service)),  # noqa: B008
     ) -> Response:
-        """Continue texts or token ids."""
+        """Continue texts or token ids; the conditions are those of `/v1/chat/completions`."""
         return await respond(CompletionAnswer, http, body)

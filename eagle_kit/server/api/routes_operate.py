@@ -24,12 +24,12 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         503: {"model": HealthReport, "description": "It cannot serve now."}
     }
 
-    @app.get("/v1/models", responses=error_responses(401, 429))
+    @app.get("/v1/models", responses=error_responses(401, 403, 429))
     async def list_models() -> ModelList:
         """The one model that is served."""
         return ModelList(data=[model])
 
-    @app.get("/v1/models/{name:path}", responses=error_responses(401, 404, 429))
+    @app.get("/v1/models/{name:path}", responses=error_responses(401, 403, 404, 429))
     async def retrieve_model(name: str) -> ModelCard:
         """The model by its name."""
         service.check_model(name)
@@ -50,7 +50,7 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         response.status_code = 503 if status == "unhealthy" else 200
         return HealthReport(status=status)
 
-    @app.get("/health_generate", responses={**ill, **error_responses(401, 429)})
+    @app.get("/health_generate", responses={**ill, **error_responses(401, 403, 429)})
     async def health_generate(response: Response) -> HealthReport:
         """Health, tested by one generated token within the last second or from now on."""
         try:
@@ -72,7 +72,7 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
 
     @app.post(
         "/abort",
-        responses=error_responses(400, 401, 408, 413, 415, 429, 503),
+        responses=error_responses(400, 401, 403, 408, 413, 415, 429, 503),
         openapi_extra=body_schema(app, AbortRequest),
     )
     async def abort(

@@ -20,7 +20,7 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
 
     llm = service.llm
     most = service.max_chars
-    errors = error_responses(400, 401, 404, 408, 413, 415, 429, 503)
+    errors = error_responses(400, 401, 403, 404, 408, 413, 415, 429, 503)
 
     @app.post("/tokenize", responses=errors, openapi_extra=body_schema(app, TokenizeRequest))
     async def tokenize(

@@ -196,7 +196,7 @@ def tokens_per_cycle(match_type: str, seed: int) -> float:
 
 
 def test_templates_gain_from_counts():
-    """The figures of docs/serving.md; children cut by recency gave PROB 4.60."""
+    """The figures of docs/results/serving-speed.md; children cut by recency gave PROB 4.60."""
     bfs, prob = (sum(tokens_per_cycle(kind, seed) for seed in range(3)) / 3 for kind in ("BFS", "PROB"))
     print(f"BFS {bfs:.2f}, PROB {prob:.2f} tokens a cycle")
     assert prob > 4.65 and prob > 1.1 * bfs
