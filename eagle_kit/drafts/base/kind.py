@@ -1,7 +1,7 @@
 """Contracts of a kind of draft, by which files, trainer, engine and cards treat all kinds alike.
 
 A :class:`DraftKind` drafts, and may be a whole model. A :class:`HeadKind` reads a target's hidden states, and
-is also trained, saved, exported and planned. "Add a drafting algorithm" in CONTRIBUTING.md has the steps.
+is also trained, saved, exported and planned. ``docs/how-to/add-an-algorithm.md`` has the steps.
 """
 
 from abc import ABC, abstractmethod

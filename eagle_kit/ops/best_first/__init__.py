@@ -1,6 +1,7 @@
 """Tree of the most likely paths through the candidates of a draft that makes all depths in one pass.
 
-The tree of a draft that grows step by step (EAGLE-2) is :mod:`eagle_kit.ops.tree_build`.
+P-EAGLE, DFlash, DSpark and MTP drafts call it, in one launch. The tree of a draft that grows step by step
+(EAGLE-2) is :mod:`eagle_kit.ops.tree_build`.
 
 Legend: B requests, S depths, K candidates of a depth, P 1 or K, N nodes of the window with the root.
 """

@@ -1,5 +1,7 @@
 """Commit: copy accepted window nodes of a key-value store to their pages, in all layers and heads at once.
 
+Every cycle calls it, once for all layers.
+
 Legend: L layers, Hkv heads, R rows, D head size, B requests, P pages of a table, n rows per request. A store
 is a pair ``k, v [L, Hkv, R, D]`` or, for latent attention, one tensor ``[L, R, D]`` and None; it is
 contiguous.

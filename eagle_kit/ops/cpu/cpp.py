@@ -9,7 +9,8 @@ place.
 
 The operations need a compiler for C++20: ``CXX``, or ``c++``. Without one, or with ``EAGLE_KIT_CPP=0``,
 torch's operations do the same more slowly. The library is kept in ``EAGLE_KIT_CPP``, or in ``cpp`` of the
-cache folder. Tested with GCC 12 on Linux; clang compiles it too.
+cache folder, whose mode is 0700. Tested with GCC 12, and with clang 22 and libc++, on Linux. With libc++ an
+argument that is refused ends the process, since torch's C++ library does not catch libc++'s exceptions.
 """
 
 import hashlib

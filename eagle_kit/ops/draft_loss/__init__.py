@@ -1,4 +1,8 @@
-"""Training losses of a draft head, fused with its output layer."""
+"""Training losses of a draft head, fused with its output layer.
+
+The trainer calls it for KL divergence, reverse KL, total variation, the LK losses, and weighted sums of
+losses. It is in torch only.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace

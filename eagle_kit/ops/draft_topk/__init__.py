@@ -1,5 +1,7 @@
 """Output layer of a draft head and top-k over its vocabulary, in one pass over the weight.
 
+Draft steps call it. On a GPU no logits are written.
+
 Legend: T rows, H hidden, Vd draft vocabulary, K top-k.
 """
 

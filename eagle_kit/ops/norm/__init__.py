@@ -1,5 +1,7 @@
 """RMSNorm, alone or after the addition of a residual; differentiable.
 
+Every layer calls it, in serving and in training.
+
 Legend: T rows, H size.
 """
 

@@ -3,6 +3,9 @@
 States lie in a pool ``states [S, H, K, V]`` fp32, the last columns of convolutions in ``tails [S, W - 1,
 C]``; ``slots`` int64 ``[B]`` are those of a batch. What is written and when, and the legend, is in
 :mod:`.reference`.
+
+Cycles, prompts and captures of targets with recurrent layers call it. Decays of each channel and convolutions
+are in torch only.
 """
 
 import torch

@@ -1,6 +1,8 @@
 """RMSNorm of query and key heads, rotary positions, and the store of keys and values, in one launch; where a
 gradient is needed, the norms and the rotation of kernels that have one, and no store.
 
+Every layer with RoPE calls it. The Triton kernel computes cosines and sines itself, so it reads no table.
+
 Legend: T tokens, Hq / Hkv query / key-value heads, D head size, E rotated elements of a head, R rows of a
 store.
 """

@@ -1,6 +1,8 @@
 """Rows of several tables of any dtypes: gathered, written or extended by entries, in one launch, or on a CPU
 in one call of C++ where it is loaded.
 
+Every cycle calls it for the engine's slots.
+
 Legend: M rows of a table, B rows taken, N entries of a row.
 """
 

@@ -1,5 +1,8 @@
 """Sampling: from the target's logits to a distribution, and reproducible uniform random numbers to sample it
-with."""
+with.
+
+Requests with a temperature call it: temperature, top-k, top-p and min-p filter the distribution.
+"""
 
 from eagle_kit.ops.sampling.distribution import (
     LARGEST,

@@ -1,7 +1,8 @@
 """Linear layers of at most 64 rows, whose time is that of reading the weight once.
 
 Models call :func:`eagle_kit.ops.linear.linear`, which uses the Triton kernel where the engine has measured it
-to be faster. Layers with fp8 weights always use it, since cuBLAS has no counterpart.
+to be faster. Layers with fp8 weights always use it, since cuBLAS has no counterpart. Gate and up of an MLP
+with their SwiGLU are one launch.
 
 Legend: M rows, N output features, K input features.
 """

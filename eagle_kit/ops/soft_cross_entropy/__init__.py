@@ -1,4 +1,8 @@
-"""Linear layer and soft cross-entropy, fused: the default training loss."""
+"""Linear layer and soft cross-entropy, fused: the default training loss.
+
+The trainer calls it. Loss and gradient are computed a chunk of rows at a time, so that the logits of a batch
+are never stored whole.
+"""
 
 from functools import partial
 

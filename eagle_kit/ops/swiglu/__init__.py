@@ -1,4 +1,9 @@
-"""SwiGLU: ``silu(gate) * up``, forward and backward. Legend: T rows, I intermediate size."""
+"""SwiGLU: ``silu(gate) * up``, forward and backward.
+
+Every layer with an MLP calls it, in serving and in training.
+
+Legend: T rows, I intermediate size.
+"""
 
 import torch
 

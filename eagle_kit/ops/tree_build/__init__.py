@@ -1,6 +1,7 @@
 """Expansion of a draft tree, and its reranking to the window to verify (EAGLE-2, arXiv 2406.16858).
 
-``reference.py`` has the algorithm with its phases.
+``reference.py`` has the algorithm with its phases. ``masks.py`` makes the tree masks of other engines from
+ancestor bits.
 
 Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates.
 """

@@ -2,6 +2,8 @@
 
 With W_UK folded into the query and W_UV into the output projection, all heads attend to one key per token:
 the latent, followed by the part that carries RoPE. The value is the latent itself.
+Cycles of targets and heads with latent attention call it. :mod:`.paged_wrapper` offers the plan and run
+contract of FlashInfer over it.
 
 Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store.
 """

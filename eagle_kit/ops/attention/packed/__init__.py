@@ -1,4 +1,7 @@
-"""Causal attention inside each document of a packed sequence."""
+"""Causal attention inside each document of a packed sequence.
+
+The trainer and capture call it for the target's forward. It has a backward pass.
+"""
 
 import torch
 

@@ -1,5 +1,8 @@
 """Causal attention of prompt chunks to the tokens cached before them, dense or in a paged store.
 
+Prefill of targets and drafts calls it. Pages are read in place. ``libraries`` hands the same pages to
+FlashAttention or FlashInfer, where one of them is installed and chosen.
+
 Legend: B requests, T tokens, Hq / Hkv heads, D head size, R rows of the store.
 """
 

@@ -1,5 +1,8 @@
 """Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3): the prefix of step 0 and the row's
-own keys of later steps."""
+own keys of later steps.
+
+The trainer calls it. Forward and backward have Triton kernels.
+"""
 
 from typing import Literal
 

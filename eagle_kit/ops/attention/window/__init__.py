@@ -1,6 +1,8 @@
 """Attention of a window of nodes to a paged prefix and the window's own keys, masked by ancestor bits.
 
-Decoding (N = 1), draft steps, verification and draft-extend all call it.
+Decoding (N = 1), draft steps, verification and draft-extend all call it. The Triton kernel ships for heads
+of 64 to 256 values and up to 16 query heads on a key head, with stores in fp32, half types and fp8. The
+``AttentionVariant`` of a layer has its sliding window, chunks, soft cap and sinks.
 
 Legend: B requests, N query nodes, Hq / Hkv heads, D head size, R rows of the store.
 """
