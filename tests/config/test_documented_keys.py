@@ -1,11 +1,11 @@
-"""What docs/training.md lists of config keys is what the code does; the table of all keys is generated."""
+"""Config keys that a page lists are those of the code; the table of all keys is generated."""
 
 import re
 from pathlib import Path
 
 from eagle_kit.train.run.folder import FREE_TO_CHANGE
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "resume-and-debug.md").read_text(encoding="utf-8")
 
 
 def test_the_page_lists_every_setting_that_a_resumed_run_may_change() -> None:

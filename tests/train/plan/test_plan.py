@@ -90,7 +90,7 @@ def test_a_recipe_builds_on_the_meta_device_and_prints_its_plan(
 
 def test_the_table_of_the_documentation_is_what_the_tool_prints() -> None:
     planners = {str(path): make_planner(str(path), (), "h100-80g") for path in RECIPES}
-    text = (CONFIGS.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    text = (CONFIGS.parent / "docs" / "results" / "plans-of-recipes.md").read_text(encoding="utf-8")
     assert "\n".join(table(planners, "h100-80g").splitlines()[1:-1]) in text
 
 

@@ -118,8 +118,8 @@ FREE: dict[str, Any] = {
     "tracking.tensorboard": True,
     "tracking.report": False,
 }
-"""The same for every setting that docs/training.md lets a resumed run change; those of validation before the
-first one."""
+"""The same for every setting that a resumed run may change (docs/how-to/resume-and-debug.md); those of
+validation before the first one."""
 NEEDED: dict[str, dict[str, Any]] = {
     "training.lk_eta": {"training.loss": "lk-hybrid"},
     "training.muon_momentum": {"training.optimizer": "muon"},
