@@ -67,7 +67,7 @@ def test_what_ci_ran_with_is_allowed():
 
 
 def test_the_table_of_versions_is_that_of_the_constraints():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     oldest = pinned("constraints-oldest.txt")
     newest = pinned("constraints.txt")
     for package in ("torch", "triton", "transformers"):
