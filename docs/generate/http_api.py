@@ -1,6 +1,5 @@
 """``http.md``: endpoints, bodies and errors of the server, from its OpenAPI description."""
 
-import ast
 import asyncio
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -11,12 +10,12 @@ from fastapi import FastAPI
 
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.server.api.documented import MEANINGS
-from eagle_kit.server.api.errors import TYPES
+from eagle_kit.server.api.errors import TYPES, ApiError
 from eagle_kit.server.api.middleware import OPEN_PATHS
 from eagle_kit.server.api.routes_generate import add_generation_routes
 from eagle_kit.server.api.routes_operate import add_operation_routes
 from eagle_kit.server.api.routes_tokens import add_token_routes
-from generate.markdown import PACKAGE, code, table, wrapped
+from generate.markdown import code, table, wrapped
 
 COMPONENTS = "#/components/schemas/"
 NAMES = {
@@ -27,6 +26,10 @@ NAMES = {
     "object": "object",
 }
 """Type of JSON -> its name on the page."""
+UNUSED_STATUS = "422"
+"""FastAPI describes this status; the server answers such requests with 400 or 404."""
+PLAIN_TEXTS = {"Successful Response": "The request succeeded."}
+"""Descriptions that FastAPI writes -> ours."""
 LIMITS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
@@ -99,18 +102,28 @@ def _endpoint_table(description: dict[str, Any]) -> list[str]:
 
 
 def _operation_lines(operation: dict[str, Any]) -> list[str]:
+    """Text, body, responses and errors of an operation."""
     lines = wrapped(_about(operation))
     body = operation.get("requestBody")
     if body is not None:
         lines += ["", f"Body: {_type(_content_schema(body))}."]
     rows = []
-    for status, response in operation["responses"].items():
+    errors = []
+    for status, response in sorted(operation["responses"].items()):
         schema = _content_schema(response)
-        shown = "" if schema is None else _type(schema)
+        if status == UNUSED_STATUS:
+            continue
+        if schema == {"$ref": f"{COMPONENTS}ErrorResponse"}:
+            errors.append(status)
+            continue
+        shown = "text" if schema is None else _type(schema)
         if "text/event-stream" in response.get("content", {}):
             shown += ", or server-sent events"
-        rows.append((status, response.get("description", "").strip(), shown))
-    return [*lines, "", *table(("status", "when", "body"), rows)]
+        rows.append((status, PLAIN_TEXTS.get(response["description"], response["description"]), shown))
+    lines += ["", *table(("status", "when", "body"), rows)]
+    if errors:
+        lines += ["", f"[Errors](#errors): {', '.join(errors)}."]
+    return lines
 
 
 def _about(operation: dict[str, Any]) -> str:
@@ -134,9 +147,9 @@ def _response_bodies(description: dict[str, Any]) -> set[str]:
     """Names of the schemas of responses."""
     names = set()
     for _, _, operation in _operations(description):
-        for response in operation["responses"].values():
+        for status, response in operation["responses"].items():
             schema = _content_schema(response)
-            if schema is not None and "$ref" in schema:
+            if status != UNUSED_STATUS and schema is not None and "$ref" in schema:
                 names.add(_name(schema))
     return names
 
@@ -185,7 +198,8 @@ def _schema_lines(name: str, schema: dict[str, Any], *, nullable: bool) -> list[
         elif value.get("default") is not None:
             facts += f"; `{_shown(value['default'])}`"
         about = code(" ".join(value.get("description", "").split()))
-        lines += wrapped(f"* **`{field}`** ({facts}): {about}", indent="  ")
+        separator = ": " if about else ""
+        lines += wrapped(f"* **`{field}`** ({facts}){separator}{about}", indent="  ")
     return lines
 
 
@@ -255,39 +269,13 @@ def _anchor(heading: str) -> str:
 
 
 def _error_lines(schemas: dict[str, Any]) -> list[str]:
+    """Body of errors, and the meaning of each status."""
     about = "Every response of 400 and above has this body. A stream that fails ends with it as an event."
     lines = [*wrapped(about), *_schema_lines("ErrorResponse", schemas["ErrorResponse"], nullable=True)]
     lines += _schema_lines("ErrorDetail", schemas["ErrorDetail"], nullable=True)
     rows = []
-    for status, kind in TYPES.items():
+    for status in sorted(TYPES.keys() | MEANINGS.keys()):
+        kind = ApiError(status, "").body()["error"]["type"]
         meaning = MEANINGS.get(status, f"{HTTPStatus(status).phrase}.")
         rows.append((str(status), f"`{kind}`", meaning))
-    lines += ["", "### Statuses", "", *table(("status", "`type`", "when"), rows)]
-    codes = sorted(_error_codes())
-    lines += ["", "### Codes", "", *wrapped("Values of `code`; other errors have `null`."), ""]
-    return [*lines, *wrapped(", ".join(f"`{name}`" for name in codes) + ".")]
-
-
-def _error_codes() -> set[str]:
-    """Texts that the server's code gives as ``code=`` of an error, or assigns to ``code``."""
-    found = set()
-    for path in sorted((PACKAGE / "server").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.keyword) and node.arg == "code":
-                found |= _texts(node.value)
-            if isinstance(node, ast.Assign) and any(_is_code(target) for target in node.targets):
-                found |= _texts(node.value)
-    return found
-
-
-def _is_code(target: ast.expr) -> bool:
-    return isinstance(target, ast.Name) and target.id == "code"
-
-
-def _texts(value: ast.expr) -> set[str]:
-    """Texts that an expression can have as its value."""
-    if isinstance(value, ast.IfExp):
-        return _texts(value.body) | _texts(value.orelse)
-    if isinstance(value, ast.Constant) and isinstance(value.value, str):
-        return {value.value}
-    return set()
+    return [*lines, "", "### Statuses", "", *table(("status", "`type`", "when"), rows)]

@@ -50,8 +50,7 @@ def _backends(folder: Path) -> list[str]:
     """Backends that the files of an operation have."""
     found = ["torch"]
     if any(folder.glob("triton*.py")):
-        backward = (folder / "triton_backward.py").exists()
-        found.append("Triton, forward and backward" if backward else "Triton")
+        found.append("Triton")
     if any(_chooses_cpp(path) for path in folder.rglob("*.py")):
         found.append("C++")
     return found

@@ -83,8 +83,11 @@ def _tested_rows() -> list[tuple[str, str]]:
     spec.loader.exec_module(families)
     by_features: dict[str, list[str]] = defaultdict(list)
     for kind, config in families.FAMILIES.items():
-        by_features[_features(config, is_hybrid=kind in families.HYBRIDS)].append(f"`{kind}`")
-    return [(", ".join(sorted(kinds)), features) for features, kinds in by_features.items()]
+        by_features[_features(config, is_hybrid=kind in families.HYBRIDS)].append(kind)
+    rows = []
+    for features, kinds in by_features.items():
+        rows.append((", ".join(f"`{kind}`" for kind in sorted(kinds)), features))
+    return rows
 
 
 def _features(config: dict[str, Any], *, is_hybrid: bool) -> str:

@@ -41,7 +41,7 @@ class Metrics:
         )
         self._between = histogram(
             "inter_token_latency_seconds",
-            "Seconds between two emissions of a request, divided by the number of tokens of the later.",
+            "Seconds between two emissions of a request, divided by the number of tokens of the later one.",
             BETWEEN_TOKENS_S,
         )
         self._whole = histogram(
