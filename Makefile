@@ -105,11 +105,11 @@ reference: install ## write the generated pages of docs/reference
 
 docs: install ## build the site of docs/ into site/; a broken link or a page outside the navigation is an error
 	@echo "== site of docs/"
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "== sentences of more than 25 words (reported, not forbidden)"; $(BIN)/python .ci/long_sentences.py
 
 docs-serve: install ## show the site while you write, at 127.0.0.1:8000
-	@$(BIN)/mkdocs serve
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 lint: install ## ruff (checks and format), mypy, import layers
 	@echo "== ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 * Links to files of the repository outside docs/ become plain text, because the site has no copy of these
   files and the repository has no public address. A link to a file that does not exist is a warning, which
   ``mkdocs build --strict`` makes an error.
+* References in docstrings (``:meth:`generate```) become code.
 * Headings get the anchors that GitHub gives them, so that a link works in both places.
 """
 
@@ -17,6 +18,8 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 FENCE = re.compile(r"^\s*(```|~~~)")
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?:#[^)\s]*)?\)")
+ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>[~.]*")
+"""Beginning of a reference of a docstring, as Markdown renders it."""
 log = logging.getLogger("mkdocs.hooks")
 
 
@@ -38,6 +41,11 @@ def on_page_markdown(markdown: str, page: Any, **_others: Any) -> str:
             line = LINK.sub(lambda link: _inside_docs(link, folder, page.file.src_uri), line)
         lines.append(line)
     return "\n".join(lines)
+
+
+def on_page_content(html: str, **_others: Any) -> str:
+    """Leave out the roles of references in docstrings."""
+    return ROLE.sub("<code>", html)
 
 
 def _inside_docs(link: re.Match[str], folder: Path, page: str) -> str:
