@@ -74,7 +74,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("page", page_cases())
+@pytest.mark.parametrize("page", list(page_cases()))
 def test_the_blocks_of_a_page_run(page: Path, checkout: Path, cache: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.sh"
     script.write_text(shell_script(page, tmp_path), encoding="utf-8")
@@ -136,10 +136,22 @@ def command_lines(page: Path) -> Iterator[str]:
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language not in ("bash", "console", "sh", ""):
             continue
-        for line in block.code.replace("\\\n", " ").splitlines():
+        lines = iter(block.code.replace("\\\n", " ").splitlines())
+        for line in lines:
             command = line.strip().removeprefix("$ ")
             if command.startswith("eagle-kit "):
-                yield command
+                yield whole_command(command, lines)
+
+
+def whole_command(command: str, lines: Iterator[str]) -> str:
+    """A command whose quotes are closed, with as many of the lines behind it as that takes."""
+    while True:
+        try:
+            shlex.split(command, comments=True)
+        except ValueError:
+            command += "\n" + next(lines)
+        else:
+            return command
 
 
 def words_of(command: str) -> list[str]:
@@ -200,7 +212,7 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     named = set()
     for word in words:
         match = KEY.match(word)
-        is_file = word.endswith((".py", ".md", ".json", ".jsonl"))
+        is_file = word.endswith((".py", ".md", ".json", ".jsonl", ".yaml"))
         if match and not is_file:
             named.add(match[0])
     assert sorted(named - keys) == []
