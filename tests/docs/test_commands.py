@@ -29,7 +29,7 @@ from eagle_kit.train.__main__ import build_parser as build_train_parser
 from generate.options import options_page
 
 PAGES = [*sorted(DOCS.glob("tutorials/*.md")), *sorted(DOCS.glob("how-to/*.md"))]
-IN_CI = {"docs/how-to/serve-on-many-gpus.md", "docs/tutorials/llama-8b-on-one-gpu.md"}
+IN_CI = {"docs/tutorials/llama-8b-on-one-gpu.md"}
 """Pages whose commands take seconds; the others run in the nightly tests."""
 ELSEWHERE = {"docs/how-to/use-from-python.md"}
 """Pages whose blocks another test runs (tests/examples/test_examples.py)."""
