@@ -111,7 +111,8 @@ class LLM:
         config: the options with everything filled in that the target, the draft and the device decide.
         target: the target.
         tokenizer: its tokenizer, with the chat template of the options where they name one; None without any.
-        draft, head: the draft model in use, and its head where it has one.
+        draft: the draft model in use; None without one.
+        head: the head of the draft model; None if it has none.
         draft_folder: folder of the draft in use; None where it came from no files.
         group: the processes that share the target (``tensor_parallel``); None where this one has all of it.
             Under ``torchrun`` the program goes on in the first of them only.
