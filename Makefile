@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help install demo head test test-ci test-all durations test-cuda-device \
-  test-cuda-device-smoke test-peers test-oldest constraints reference lint clean
+  test-cuda-device-smoke test-peers test-oldest constraints reference docs docs-serve lint clean
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
@@ -12,7 +12,7 @@ OLDEST_VENV := .venv-oldest
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := demo,train,eval,serve,dev,deepspeed
+EXTRAS := demo,train,eval,serve,dev,docs,deepspeed
 # A build for CPUs where one is on offer: a plain version also matches it, and is preferred by pip.
 TORCH_CPU ?= torch==2.13.0
 TORCH_CUDA ?= torch>=2.11
@@ -100,8 +100,16 @@ constraints: install ## write constraints.txt: the versions that .venv has, with
 	  $(BIN)/python -m pip list --format freeze --exclude-editable --exclude pip --exclude setuptools \
 	  | sed -E 's/\+[a-z0-9.]+$$//'; } > constraints.txt
 
-reference: install ## write docs/reference from the schemas and the command line
-	@COLUMNS=100 $(BIN)/python docs/write_reference.py
+reference: install ## write the generated pages of docs/reference
+	@$(BIN)/python docs/write_reference.py
+
+docs: install ## build the site of docs/ into site/; a broken link or a page outside the navigation is an error
+	@echo "== site of docs/"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "== sentences of more than 25 words (reported, not forbidden)"; $(BIN)/python .ci/long_sentences.py
+
+docs-serve: install ## show the site while you write, at 127.0.0.1:8000
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 lint: install ## ruff (checks and format), mypy, import layers
 	@echo "== ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
@@ -153,4 +161,4 @@ $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 	@touch $@
 
 clean: ## remove the environments and caches, keep runs
-	@rm -rf $(VENV) $(CUDA_VENV) $(OLDEST_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(CUDA_VENV) $(OLDEST_VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

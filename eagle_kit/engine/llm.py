@@ -111,7 +111,8 @@ class LLM:
         config: the options with everything filled in that the target, the draft and the device decide.
         target: the target.
         tokenizer: its tokenizer, with the chat template of the options where they name one; None without any.
-        draft, head: the draft model in use, and its head where it has one.
+        draft: the draft model in use; None without one.
+        head: the head of the draft model; None if it has none.
         draft_folder: folder of the draft in use; None where it came from no files.
         group: the processes that share the target (``tensor_parallel``); None where this one has all of it.
             Under ``torchrun`` the program goes on in the first of them only.
@@ -596,11 +597,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the chat template.
 
+        The arguments that are not listed are those of :meth:`generate`.
+
         Args:
             conversations: messages (dicts with role and content), a user turn (str), a
                 :class:`~eagle_kit.data.chat.messages.ChatPrompt`, the token ids of a rendered conversation,
                 or a list of these.
-            sampling_params, shape, progress, on_finish, fields: see :meth:`generate`.
             tools: definitions of tools, as OpenAI has them, for the chat template.
             chat_template_kwargs: arguments of the chat template, such as ``{"enable_thinking": False}``.
 
@@ -625,10 +627,7 @@ class LLM:
         """Continue one text or several, and iterate over the additions to their replies as they come.
 
         The model serves nothing else until the iterator has ended; closing it, or leaving a loop over it,
-        ends the replies.
-
-        Args:
-            prompts, sampling_params, shape, fields: see :meth:`generate`.
+        ends the replies. The arguments are those of :meth:`generate`.
 
         Raises:
             UserError: as :meth:`generate`, or ``prompt_logprobs`` are asked for.
@@ -660,9 +659,11 @@ class LLM:
     ) -> SpecStats:
         """Measure how much of what the draft proposes is accepted in answers to conversations of yours.
 
+        The arguments that are not listed are those of :meth:`chat`.
+
         Args:
-            conversations, sampling_params, fields: see :meth:`chat`. Texts are continued, as by
-                :meth:`generate`, where there is no chat template.
+            conversations: as in :meth:`chat`. Texts are continued, as by :meth:`generate`, where there is no
+                chat template.
             shape: speculation shape; default the draft's, :attr:`default_shape`, in every cycle.
 
         Returns:

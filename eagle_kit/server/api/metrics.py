@@ -41,7 +41,7 @@ class Metrics:
         )
         self._between = histogram(
             "inter_token_latency_seconds",
-            "Per token: seconds between two emissions of a request, divided by the tokens of the later.",
+            "Seconds between two emissions of a request, divided by the number of tokens of the later one.",
             BETWEEN_TOKENS_S,
         )
         self._whole = histogram(
@@ -94,30 +94,34 @@ class _EngineCollector:
             ("kv_cache_usage_perc", "Share of the key-value pool in use, 0 to 1.", engine.kv_usage),
             (
                 "promised_memory_bytes",
-                "Memory of the key-value pool on a CPU that is resident once it was written.",
+                "Memory of the key-value pool on a CPU that was allocated and has not been used yet.",
                 promised_memory(),
             ),
             ("num_graphs", "Captured or recorded cycles.", engine.num_graphs),
-            ("num_grammars", "Compiled grammars that are remembered.", engine.num_grammars),
+            ("num_grammars", "Compiled grammars in the cache.", engine.num_grammars),
         )
         counters = (
             (
                 "num_preemptions",
-                "Running requests that gave way, for want of pages or at the end of a turn.",
+                "Running requests that were preempted, for want of pages or at the end of a turn.",
                 totals.num_preemptions,
             ),
             ("prompt_tokens", "Prompt tokens of admitted requests.", totals.num_prompt_tokens),
-            ("prompt_tokens_cached", "Prompt tokens in the prefix cache.", totals.num_cached_prompt_tokens),
+            (
+                "prompt_tokens_cached",
+                "Prompt tokens found in the prefix cache.",
+                totals.num_cached_prompt_tokens,
+            ),
             ("generation_tokens", "Tokens of replies.", totals.num_generated_tokens),
             (
                 "requests_failed",
-                "Requests ended by logits that are not finite, or a text that could not be made.",
+                "Requests that ended because logits were not finite or the text could not be made.",
                 totals.num_finished.get("error", 0),
             ),
             ("engine_steps", "Scheduling steps.", totals.num_steps),
-            ("spec_decode_num_drafts", "Verifies of a draft.", totals.num_drafts),
-            ("spec_decode_num_draft_tokens", "Tokens drafted and verified.", totals.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", sum(accepted)),
+            ("spec_decode_num_drafts", "Verifications of at least one draft token.", totals.num_drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens that were verified.", totals.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", sum(accepted)),
         )
         for kind, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text, value in table:
@@ -131,7 +135,7 @@ class _EngineCollector:
         yield family(CounterMetricFamily, name, text, shapes, "shape")
         gains = [(choice.batch_size, choice.gain) for choice in engine.choices()]
         name = "spec_decode_expected_speedup"
-        text = "Of the chosen shape over plain decoding, by batch size."
+        text = "Expected speed-up of the chosen shape over plain decoding, by batch size."
         yield family(GaugeMetricFamily, name, text, gains, "batch_size")
         name = "spec_decode_num_accepted_tokens_per_pos"
         text = "Accepted draft tokens by depth."

@@ -10,6 +10,8 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance, unsupported_method
 
+from generate.http_api import server_description
+
 pytestmark = pytest.mark.usefixtures("pool_is_conserved")
 
 # Rules between parameters are no part of a JSON schema, so what it allows may still be refused.
@@ -69,3 +71,10 @@ def test_every_parameter_and_every_error_is_described(description):
         post = description["paths"][path]["post"]
         assert set(post["responses"]) >= {"200", "400", "401", "413", "415", "429", "500", "503"}
         assert post["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1] in schemas
+
+
+def test_the_reference_describes_the_routes_of_the_server(description):
+    """The page of the HTTP interface is made without a model."""
+    written = server_description()
+    assert written["paths"] == description["paths"]
+    assert written["components"] == description["components"]
