@@ -17,7 +17,7 @@ SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
 """Iterations that a waiting OpenMP thread spins before it sleeps, some microseconds. By default it spins for
 milliseconds; while another program runs, two threads are then slower than one. Threads that sleep at once
-lose a third of their speed on a quiet machine. Figures are in docs/training.md."""
+lose a third of their speed on a quiet machine. Figures are in docs/results/training-speed.md."""
 IS_OURS = "EAGLE_KIT_SPINCOUNT"
 """Environment variable that marks ``GOMP_SPINCOUNT`` as set by this package, for processes that it starts."""
 PR_SET_PDEATHSIG = 1

@@ -91,7 +91,7 @@ def first_config(target: str, path: Path, architecture: TargetConfig, has_templa
     if not has_template:
         data = [
             "# 1. The target has no chat template, so the head learns from texts: write them to",
-            f'#    {TEXTS}, a line {{"text": "..."}} each (docs/training.md, "A base model on raw text").',
+            f'#    {TEXTS}, a line {{"text": "..."}} each (docs/how-to/train-on-a-base-model.md).',
         ]
     head = [
         "# A first EAGLE-3 head. The project's docs/reference/options.md has every other key.",

@@ -103,7 +103,7 @@ def transformers_config(config: dict[str, Any], where: str) -> Any:
     if model_type in REFUSED:
         raise UserError(
             f"The target in {where} is of the type {model_type}, which {REFUSED[model_type]}.",
-            "This is not supported; docs/targets.md lists what is.",
+            "This is not supported; docs/reference/targets.md lists what is.",
         )
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UserError(
@@ -220,7 +220,7 @@ def new_model(config: Any, where: str) -> Any:
         reason = first_line(error)
         raise UserError(
             f"The target in {where} is no causal language model whose attention can be replaced ({reason}).",
-            "Use a model of another family; docs/targets.md lists those that work.",
+            "Use a model of another family; docs/reference/targets.md lists those that work.",
         ) from error
 
 
@@ -310,7 +310,7 @@ def layers_of(decoder: torch.nn.Module, count: int) -> torch.nn.ModuleList:
             return layers
     raise UserError(
         f"The {count} layers of {type(decoder).__name__} were not found.",
-        "Use a model of another family; docs/targets.md lists those that work.",
+        "Use a model of another family; docs/reference/targets.md lists those that work.",
     )
 
 
@@ -327,7 +327,7 @@ def norm_name(decoder: torch.nn.Module) -> str:
             return name
     raise UserError(
         f"The norm behind the layers of {type(decoder).__name__} was not found.",
-        "Use a model of another family; docs/targets.md lists those that work.",
+        "Use a model of another family; docs/reference/targets.md lists those that work.",
     )
 
 
@@ -336,5 +336,5 @@ def _check_values(records: tuple[LayerRecord, ...], where: str) -> None:
     if any(record.value_dim > record.head_dim for record in records):
         raise UserError(
             f"The target in {where} has values that are wider than its keys.",
-            "This is not supported; docs/targets.md lists what is.",
+            "This is not supported; docs/reference/targets.md lists what is.",
         )

@@ -245,7 +245,7 @@ def _compare(
         raise UserError(
             f"{type(target.model).__name__} gives other {name} with several texts in a forward than alone: "
             f"they differ by {difference:.2g}, where the largest is {largest:.2g}.",
-            "It cannot be a target here; docs/targets.md lists what can.",
+            "It cannot be a target here; docs/reference/targets.md lists what can.",
         )
 
 
@@ -272,7 +272,7 @@ def _check_masks(target: BridgedModel, length: int) -> None:
             raise UserError(
                 f"Layer {record.layer} of {type(target.model).__name__} attends to tokens from {first_seen} "
                 f"on in a text of {length}, and what it asked for is {record.variant}.",
-                "It cannot be a target here; docs/targets.md lists what can.",
+                "It cannot be a target here; docs/reference/targets.md lists what can.",
             )
 
 

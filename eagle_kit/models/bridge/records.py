@@ -200,6 +200,6 @@ def record_layers(model: Any, decoder: Any, config: Any) -> RecordedLayers:
     if not handler.records:
         raise UserError(
             f"No layer of {type(model).__name__} calls transformers' attention interface.",
-            "Use a model of another family; docs/targets.md lists those that work.",
+            "Use a model of another family; docs/reference/targets.md lists those that work.",
         )
     return handler.recorded

@@ -51,7 +51,7 @@ CURVE = (
     (6_437_698, 1.803, 2.194),
 )
 """Tokens seen, and accept lengths in the shapes 4,1,5 and 5,4,16, of heads for SmolLM2-135M-Instruct: one of
-half an hour, and the shipped one during its training (docs/training.md)."""
+half an hour, and the shipped one during its training (docs/results/training-runs.md)."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ RECIPE = {
     "muon_learning_rate_ratio": 3.0,
     "min_learning_rate_ratio": 0.03,
 }
-"""Settings of the shipped head's training (docs/training.md)."""
+"""Settings of the shipped head's training (docs/results/training-runs.md)."""
 HELD_OUT = 16
 """Conversations of a source that are held out for validation."""
 PILOT_CONVERSATIONS = 200

@@ -1,4 +1,4 @@
-"""The whole way of docs/mla.md and docs/hybrid.md in small: a target from nothing, its own replies, a head of
+"""The whole way of the how-to pages for DeepSeek and hybrid targets in small: a target from nothing, its own replies, a head of
 every kind, an export, an evaluation."""
 
 import json

@@ -4,7 +4,7 @@ The pages of a request are named by ``kv_indices``. Its queries are the last of 
 batch by ``qo_indptr``. A layer's latents and RoPE parts are two caches. :class:`BatchMLAPagedAttention` has
 the arguments of FlashInfer's wrapper, so that either can be used for chains; trees are an addition.
 :func:`draft_extend_arrays`, :func:`draft_arrays` and :func:`verify_arrays` make the arrays of EAGLE's phases;
-``docs/mla.md`` has an example.
+``examples/12_mla_paged_attention.py`` is an example.
 
 Legend: B requests, T packed queries, H heads, L latent size, R RoPE size, P pages of the cache.
 """
