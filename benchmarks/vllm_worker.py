@@ -2,7 +2,7 @@
 package.
 
 Its argument is JSON: ``target`` and ``head`` folders, ``drafts`` (0: none), ``batch``. Every line of stdin is
-JSON, prompts and a number of tokens; every line of stdout the seconds of the replies.
+JSON, prompts and a number of tokens; every line of stdout the seconds of the responses.
 """
 
 import importlib

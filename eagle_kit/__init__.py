@@ -6,7 +6,7 @@ from eagle_kit.core.process import limit_spinning
 
 if TYPE_CHECKING:
     from eagle_kit.config.engine import EngineConfig
-    from eagle_kit.core.output import ReplyDelta, RequestOutput
+    from eagle_kit.core.output import RequestOutput, ResponseDelta
     from eagle_kit.core.sampling_params import SamplingParams
     from eagle_kit.core.shape import SpecShape
     from eagle_kit.core.structured_outputs import StructuredOutputs
@@ -16,7 +16,7 @@ __version__ = "0.2.0"
 __all__ = [
     "LLM",
     "EngineConfig",
-    "ReplyDelta",
+    "ResponseDelta",
     "RequestOutput",
     "SamplingParams",
     "SpecShape",
@@ -29,7 +29,7 @@ limit_spinning()  # OpenMP reads it when torch is loaded
 _HOMES = {
     "EngineConfig": "eagle_kit.config.engine",
     "LLM": "eagle_kit.engine.llm",
-    "ReplyDelta": "eagle_kit.core.output",
+    "ResponseDelta": "eagle_kit.core.output",
     "RequestOutput": "eagle_kit.core.output",
     "SamplingParams": "eagle_kit.core.sampling_params",
     "SpecShape": "eagle_kit.core.shape",

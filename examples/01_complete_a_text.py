@@ -14,7 +14,7 @@ def main(target: str = TARGET) -> None:
     for output in outputs:
         print(repr(output.outputs[0].text), output.finish_reason)
 
-    # Parameters as keywords, a text that ends the reply, and token ids in place of a text.
+    # Parameters as keywords, a text that ends the response, and token ids in place of a text.
     ids = llm.tokenizer("1, 2, 3,", return_tensors="pt").input_ids
     (output,) = llm.generate(ids, max_tokens=16, stop=" 6")
     print(repr(output.text), output.finish_reason)

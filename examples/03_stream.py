@@ -1,4 +1,4 @@
-"""Print replies while they are written, of one prompt and of several."""
+"""Print responses while they are written, of one prompt and of several."""
 
 from eagle_kit import LLM
 

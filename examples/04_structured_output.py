@@ -1,4 +1,4 @@
-"""Replies that match a JSON schema, a regular expression, a list of choices or a grammar."""
+"""Responses that match a JSON schema, a regular expression, a list of choices or a grammar."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Draft out of earlier text, without a head: for replies that repeat their prompt."""
+"""Draft out of earlier text, without a head: for responses that repeat their prompt."""
 
 from eagle_kit import LLM
 

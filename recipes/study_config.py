@@ -57,13 +57,13 @@ class Measure(Section):
     """Prompts of each task; null is all."""
 
     max_tokens: int = Field(default=64, ge=2)
-    """Most tokens of a reply."""
+    """Most tokens of a response."""
 
     batch_size: int = Field(default=8, ge=1)
     """Prompts decoded together, which changes no accept length."""
 
     max_context: int | None = Field(default=1024, ge=16)
-    """Most tokens of prompt and reply: a short one keeps the engines of many heads small."""
+    """Most tokens of prompt and response: a short one keeps the engines of many heads small."""
 
     seed: int = Field(default=0, ge=0)
     """Of the draw of prompts."""

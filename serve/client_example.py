@@ -10,7 +10,7 @@ from openai import BadRequestError, OpenAI
 
 
 def main() -> None:
-    """A streamed reply, a whole one with its speculation, and an error."""
+    """A streamed response, a whole one with its speculation, and an error."""
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
     client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("EAGLE_KIT_API_KEY", "none"))
     model = client.models.list().data[0].id
@@ -32,15 +32,15 @@ def main() -> None:
             print(f"\n# {chunk.usage.completion_tokens} tokens")
 
     print("\n# whole, with what speculation did")
-    reply = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "Write a haiku about a river."}],
         max_completion_tokens=64,
         seed=1,
         extra_body={"return_speculation": True},
     )
-    print(reply.choices[0].message.content)
-    print(f"# {(reply.model_extra or {}).get('speculation')}")
+    print(response.choices[0].message.content)
+    print(f"# {(response.model_extra or {}).get('speculation')}")
 
     print("\n# a parameter that is not supported")
     try:

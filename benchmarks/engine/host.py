@@ -188,7 +188,7 @@ def serving(load: Load, machine: Machine) -> Iterator[Engine]:
 
     yield engine
     is_running = [request.finish_reason is None and request.sequence.slot >= 0 for request in served]
-    assert all(is_running), "a reply ended"
+    assert all(is_running), "a response ended"
 
 
 def words() -> Tokenizer:

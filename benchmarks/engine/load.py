@@ -55,10 +55,10 @@ def random_prompts(llm: LLM, batch: int, context: int, seed: int = 0) -> list[li
 
 @contextmanager
 def decoding(llm: LLM, prompts: Sequence[list[int]], shape: SpecShape | None = None) -> Iterator[Engine]:
-    """An engine whose requests, one for each prompt, have all begun their replies and do not end.
+    """An engine whose requests, one for each prompt, have all begun their responses and do not end.
 
     Raises:
-        RuntimeError: a reply ended within, so that what was timed was a smaller batch.
+        RuntimeError: a response ended within, so that what was timed was a smaller batch.
     """
     engine = llm.engine(shape)
     params = SamplingParams(max_tokens=llm.max_context, ignore_eos=True)
@@ -70,7 +70,7 @@ def decoding(llm: LLM, prompts: Sequence[list[int]], shape: SpecShape | None = N
             engine.step()
         yield engine
         if any(request.finish_reason is not None for request in requests):
-            raise RuntimeError("a reply ended while cycles were timed")
+            raise RuntimeError("a response ended while cycles were timed")
     finally:
         for request in requests:
             engine.abort(request)

@@ -23,14 +23,14 @@ QUESTIONS = (
 )
 MODES: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "seeded": {"temperature": 1, "seed": 7}}
 NUM_TOKENS = 32
-"""Tokens of an ordinary reply."""
+"""Tokens of an ordinary response."""
 Case = tuple[int, str]
 """Number of a question, and a mode."""
 
 
 class Wait(NamedTuple):
-    """An ordinary reply: seconds since the start of the soak when it was asked for, seconds to its first and
-    last token, the mean number of other requests with a prompt or a body meanwhile, and its text."""
+    """An ordinary response: seconds since the start of the soak when it was asked for, seconds to its first
+    and last token, the mean number of other requests with a prompt or a body meanwhile, and its text."""
 
     at: float
     case: Case
@@ -98,7 +98,7 @@ class Kind(NamedTuple):
 
 
 async def ordinary(load: Load, case: Case | None = None) -> str:
-    """Ask a question and read the reply."""
+    """Ask a question and read the response."""
     number, mode = case = case or (load.rng.randrange(len(QUESTIONS)), load.rng.choice(tuple(MODES)))
     body = {"messages": [{"role": "user", "content": QUESTIONS[number]}], "max_tokens": NUM_TOKENS}
     begun, first, text = time.monotonic(), 0.0, ""
@@ -132,7 +132,7 @@ async def long_prompt(load: Load) -> str:
     return str((await _generate(load, COMPLETIONS, prompt=ids, max_tokens=8)).status)
 
 
-async def long_reply(load: Load) -> str:
+async def long_response(load: Load) -> str:
     """Ask for 1,000 tokens, or half of the context."""
     body = {"prompt": "The history of", "ignore_eos": True, "max_tokens": min(1000, load.max_context // 2)}
     return str((await _generate(load, COMPLETIONS, **body)).status)
@@ -148,7 +148,7 @@ async def echo(load: Load) -> str:
 
 
 async def leaver(load: Load) -> str:
-    """Go away in the middle of a reply."""
+    """Go away in the middle of a response."""
     body = {"prompt": "A list of numbers:", "max_tokens": min(400, load.max_context // 2)}
     with load.serving():
         try:
@@ -257,7 +257,7 @@ MIX = (
     Kind("ordinary", ordinary, 3, 2.0, ("200",), f"chats of {NUM_TOKENS} tokens, greedy or seeded, streamed"),
     Kind("many choices", many_choices, 1, 5.0, ("200",), "n=128, 64 tokens each"),
     Kind("long prompt", long_prompt, 1, 30.0, ("200",), "the context full, never the same"),
-    Kind("long reply", long_reply, 1, 5.0, ("200",), "1,000 tokens"),
+    Kind("long response", long_response, 1, 5.0, ("200",), "1,000 tokens"),
     Kind("echo", echo, 1, 240.0, ("200",), "the context full, repeated in 128 streamed choices"),
     Kind("leaver", leaver, 2, 3.0, ("left", "200"), "gone after 0.1 to 4 s of a stream"),
     Kind("unread", unread, 1, 60.0, ("left",), "a stream of 16 full contexts, none of it read in 20 s"),

@@ -1,8 +1,8 @@
-"""Run of a soak: replies alone first, then all clients at once, then the judgement.
+"""Run of a soak: responses alone first, then all clients at once, then the judgement.
 
-An ordinary reply may take ``(2 + A) T`` seconds: twice its time alone, T, and its fair share, a further T for
-each of the A other requests that the server worked on meanwhile: their mean number, however many choices they
-have, without probes and without those whose headers or body never end.
+An ordinary response may take ``(2 + A) T`` seconds: twice its time alone, T, and its fair share, a further T
+for each of the A other requests that the server worked on meanwhile: their mean number, however many choices
+they have, without probes and without those whose headers or body never end.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ MEMORY = ("process_resident_memory_bytes", "eagle_kit:promised_memory_bytes")
 
 
 class Alone(NamedTuple):
-    """A reply with nobody else: seconds to its first and last token, and its text."""
+    """A response with nobody else: seconds to its first and last token, and its text."""
 
     first: float
     whole: float
@@ -107,7 +107,7 @@ async def measure_alone(load: Load) -> dict[Case, Alone]:
     """Ask every question in every mode, one after another -> medians of some tries.
 
     Raises:
-        UserError: a reply is not the same each time.
+        UserError: a response is not the same each time.
     """
     alone = {}
     for case in [(number, mode) for number in range(len(QUESTIONS)) for mode in MODES]:
@@ -120,7 +120,7 @@ async def measure_alone(load: Load) -> dict[Case, Alone]:
         if len(texts) > 1:
             raise UserError(
                 f"The server answers {QUESTIONS[case[0]]!r} ({case[1]}) in {len(texts)} ways.",
-                "Serve in fp32, where a greedy or seeded reply is always the same.",
+                "Serve in fp32, where a greedy or seeded response is always the same.",
             )
         alone[case] = Alone(statistics.median(firsts), statistics.median(wholes), texts.pop())
     return alone
@@ -148,12 +148,12 @@ async def _watch(load: Load, samples: list[Sample], options: Options) -> None:
             memory = sum(values.get(name, 0.0) for name in MEMORY)
             samples.append(Sample(at, memory / 1e9, health_ms))
             bar.update(min(round(at), total) - bar.n)
-            bar.set_postfix_str(f"{samples[-1].memory_gb:.2f} GB, {len(load.waits)} ordinary replies")
+            bar.set_postfix_str(f"{samples[-1].memory_gb:.2f} GB, {len(load.waits)} ordinary responses")
             await asyncio.sleep(WATCH_S)
 
 
 def allowed(alone: Alone, others: float) -> float:
-    """Seconds that a reply may take."""
+    """Seconds that a response may take."""
     return (2 + others) * alone.whole
 
 
@@ -163,9 +163,9 @@ def judge(load: Load, alone: dict[Case, Alone], samples: Sequence[Sample]) -> di
     ratios = [wait.whole / allowed(alone[wait.case], wait.others) for wait in load.waits]
     late = sum(ratio > 1 for ratio in ratios)
     if late or not ratios:
-        failures.append(f"{late} of {len(ratios)} ordinary replies took longer than their fair share")
+        failures.append(f"{late} of {len(ratios)} ordinary responses took longer than their fair share")
     if others := sum(wait.text != alone[wait.case].text for wait in load.waits):
-        failures.append(f"{others} ordinary replies differ from those alone")
+        failures.append(f"{others} ordinary responses differ from those alone")
     for kind in MIX:
         outcomes = load.outcomes.get(kind.name, Counter())
         wrong = {outcome: n for outcome, n in outcomes.items() if outcome not in kind.right}
@@ -183,7 +183,7 @@ def judge(load: Load, alone: dict[Case, Alone], samples: Sequence[Sample]) -> di
     return {
         "minutes": round(samples[-1].at / 60, 1),
         "requests": {kind.name: dict(load.outcomes.get(kind.name, {})) for kind in MIX},
-        "ordinary replies": len(ratios),
+        "ordinary responses": len(ratios),
         "same text as alone": len(ratios) - others,
         "seconds alone, whole": _spread([each.whole for each in alone.values()]),
         "seconds, whole": _spread([wait.whole for wait in load.waits]),
@@ -216,7 +216,7 @@ def picture(load: Load, alone: dict[Case, Alone], samples: Sequence[Sample]) -> 
     may = [allowed(alone[wait.case], wait.others) for wait in waits]
     times = Curves(
         across="minutes",
-        up="seconds of an ordinary reply",
+        up="seconds of an ordinary response",
         curves=[
             Curve(minutes, may, "allowed", hue(1)),
             Curve(minutes, [wait.whole for wait in waits], "last token", hue(0)),

@@ -55,12 +55,12 @@ class RatioOptions:
 
 
 class Row(NamedTuple):
-    """One packed sequence: tokens, document starts and replies (-1 where there is none), int64 ``[T]``
+    """One packed sequence: tokens, document starts and responses (-1 where there is none), int64 ``[T]``
     each."""
 
     ids: torch.Tensor
     doc_start: torch.Tensor
-    reply: torch.Tensor
+    response: torch.Tensor
 
 
 def measure_ratios(options: RatioOptions, target: Target | None, repeats: int = 3) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def measure_ratios(options: RatioOptions, target: Target | None, repeats: int = 
         figures[f"memory ours/{name}"] = peaks["ours"] / peaks[name]
     return {
         "documents": int(torch.unique(row.doc_start).numel()),
-        "supervised_share": float((row.reply >= 0).float().mean()),
+        "supervised_share": float((row.response >= 0).float().mean()),
         "rows_of_steps": work.plan.counts,
         "draft_vocab_size": size,
         "times_us": {name: Timing.of(seconds, "in turns").in_us() for name, seconds in wall.items()},
@@ -143,7 +143,7 @@ def _shapes(options: RatioOptions, target: Target | None) -> tuple[TargetConfig,
 
 
 def made_up_row(options: RatioOptions, vocab_size: int) -> Row:
-    """Three conversations of a prompt and a reply, as packing makes them, of random tokens.
+    """Three conversations of a prompt and a response, as packing makes them, of random tokens.
 
     Raises:
         UserError: the supervised share is out of range.
@@ -153,12 +153,12 @@ def made_up_row(options: RatioOptions, vocab_size: int) -> Row:
         raise UserError(f"--supervised-share is {share}.", "Give a number above 0 and at most 1.")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, (options.length,), generator=generator)
-    doc_start, reply = torch.zeros_like(ids), torch.full_like(ids, -1)
+    doc_start, response = torch.zeros_like(ids), torch.full_like(ids, -1)
     bounds = [round(options.length * part) for part in (0.0, 0.3, 0.63, 1.0)]
     for number, (start, stop) in enumerate(pairwise(bounds)):
         doc_start[start:stop] = start
-        reply[stop - round(share * (stop - start)) : stop] = number
-    return Row(ids, doc_start, reply)
+        response[stop - round(share * (stop - start)) : stop] = number
+    return Row(ids, doc_start, response)
 
 
 def _work(
@@ -166,7 +166,7 @@ def _work(
 ) -> DenseInputs:
     """States of the target over the row, or random ones; weights of the steps as the trainer's."""
     ids, device = row.ids, row.ids.device
-    plan = make_row_plan(row.reply, row.doc_start, options.ttt_length)
+    plan = make_row_plan(row.response, row.doc_start, options.ttt_length)
     if target is not None:
         found = capture_features(target, ids, row.doc_start, head.capture, torch.zeros_like(plan.is_teacher))
         aux = found.aux_hidden_states

@@ -82,8 +82,8 @@ def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
     torch.manual_seed(0)
     size = min(options.draft_vocab_size or 8192, target.config.vocab_size)
     head = Eagle3Head(Eagle3Config.for_target(target.config, size))
-    ids, doc_start, reply = made_up_row(options, size)
-    plan = make_row_plan(reply, doc_start, options.ttt_length)
+    ids, doc_start, response = made_up_row(options, size)
+    plan = make_row_plan(response, doc_start, options.ttt_length)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     # Random text makes the target choose words outside the map; here every row is to carry loss.
     features = features._replace(argmax=torch.randint(0, size, ids.shape))

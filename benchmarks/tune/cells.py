@@ -1,4 +1,4 @@
-"""Cells of a comparison: the settings of a draft on one task at one batch size, its first replies, what
+"""Cells of a comparison: the settings of a draft on one task at one batch size, its first responses, what
 choosing costs, and other engines."""
 
 import statistics
@@ -37,8 +37,8 @@ def compare(
     warm: set[int],
     machine: Machine,
 ) -> dict[str, Any]:
-    """Decode a batch of prompts a round in every setting, side by side, as long as it is whole; replies go on
-    behind their ends. A fixed shape that is far behind after a round is left out of the others; see
+    """Decode a batch of prompts a round in every setting, side by side, as long as it is whole; responses go
+    on behind their ends. A fixed shape that is far behind after a round is left out of the others; see
     :func:`judged`.
 
     Args:
@@ -47,7 +47,7 @@ def compare(
     num_warm_ups = 0 if batch in warm else WARM_UP
     if num_warm_ups:
         forget_graphs(llms)
-    params = _replies(sizes, batch)
+    params = _responses(sizes, batch)
     rates: dict[str, list[float]] = {setting: [] for setting in llms}
     cycle_ms: dict[str, list[float]] = {setting: [] for setting in llms}
     used: Counter[str] = Counter()
@@ -76,8 +76,8 @@ def compare(
     }
 
 
-def _replies(sizes: Sizes, batch: int) -> SamplingParams:
-    """Parameters of a round's replies, which go on behind their ends."""
+def _responses(sizes: Sizes, batch: int) -> SamplingParams:
+    """Parameters of a round's responses, which go on behind their ends."""
     return SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch), ignore_eos=True)
 
 
@@ -144,7 +144,7 @@ def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float
 def compare_cold(
     llms: Engines, prompts: Sequence[list[int]], sizes: Sizes, most: dict[str, Any], machine: Machine
 ) -> dict[str, Any]:
-    """Decode the first replies of new engines one after another, the making of recordings included."""
+    """Decode the first responses of new engines one after another, the making of recordings included."""
     params = SamplingParams(max_tokens=sizes.max_tokens, ignore_eos=True)
     like = llms[AUTO]
     drafts = {PLAIN: None, AUTO: like.draft}
@@ -169,11 +169,11 @@ CHOOSING = "choose", "observe", "observe_confidence", "observe_time", "new_reque
 def time_choosing(
     llms: Engines, prompts: Sequence[list[int]], batch: int, sizes: Sizes, machine: Machine
 ) -> dict[str, Any]:
-    """Time what the policy of a draft does in the cycles of replies: behind a forward, which leaves nothing
+    """Time what the policy of a draft does in the cycles of responses: behind a forward, which leaves nothing
     in the processor's caches, it takes several times what it takes in a loop of its own."""
     policy = llms[AUTO].engine().shapes
     assert isinstance(policy, ShapePolicy)
-    params = _replies(sizes, batch)
+    params = _responses(sizes, batch)
 
     def decode(number: int) -> Decoded:
         part = part_of(prompts, number, batch)

@@ -41,7 +41,7 @@ def verdicts(shapes: Sequence[str], rows: Rows, counts: bool) -> list[Verdict]:
     means = [(mean(AUTO) / mean(shape), shape) for shape in shapes if cells]
     return [
         at_least(f"auto at least {NOT_SLOWER} x plain decoding", NOT_SLOWER, plain),
-        at_least(f"auto at least {NOT_SLOWER} x plain decoding in the first replies", NOT_SLOWER, cold),
+        at_least(f"auto at least {NOT_SLOWER} x plain decoding in the first responses", NOT_SLOWER, cold),
         at_least(f"auto at least {NEARLY_BEST} x the best fixed shape", NEARLY_BEST, best),
         at_least("auto above every fixed shape in the mean", BEST_IN_THE_MEAN, means),
         at_most(f"choosing at most {CHOOSING:.1%} of a cycle", CHOOSING, choosing),

@@ -22,7 +22,7 @@ class Sizes:
         batches: batch sizes.
         shapes: fixed shapes.
         rounds: interleaved rounds, each with prompts of its own.
-        max_tokens: of a reply; less in large batches, whose rounds have :data:`TOKENS_OF_A_ROUND`.
+        max_tokens: of a response; less in large batches, whose rounds have :data:`TOKENS_OF_A_ROUND`.
         compare: also decode with transformers, plainly and with prompt look-up, at batch sizes 1 and 8,
             beside the first draft.
         vllm: python of an environment with vLLM, to decode with it as well.

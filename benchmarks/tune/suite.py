@@ -119,8 +119,9 @@ def _settings(plain: LLM, draft: str, sizes: Sizes, most: dict[str, Any]) -> dic
 def cases_of(
     target: str, draft: str, llms: DraftEngines, prompts: Prompts, sizes: Sizes, most: dict[str, Any]
 ) -> Iterator[Case]:
-    """Cases of a draft: every batch size and task; the first replies of a new engine, its recordings not made
-    yet; what choosing costs beside a cycle; and, where asked for, two batch sizes beside other engines."""
+    """Cases of a draft: every batch size and task; the first responses of a new engine, its recordings not
+    made yet; what choosing costs beside a cycle; and, where asked for, two batch sizes beside other
+    engines."""
     name, first = name_of(draft), next(iter(prompts))
     warm: set[int] = set()
     for batch in sizes.batches:

@@ -1,7 +1,7 @@
-"""Acceptance of any shape of speculation, from drafts that were recorded at every position of replies.
+"""Acceptance of any shape of speculation, from drafts that were recorded at every position of responses.
 
 A deep and wide draft holds the candidates of every smaller shape, so one recording predicts all shapes. For
-each shape, its candidates are selected from the recorded ones and compared with the reply, and decoding is
+each shape, its candidates are selected from the recorded ones and compared with the response, and decoding is
 simulated: a cycle begins where the one before it ended. Drafts that have the candidates of all depths at once
 build their trees best-first, and the nodes of such a tree are the first ones of a larger tree.
 
@@ -47,7 +47,7 @@ Drafts = Candidates | ReadyCandidates
 
 @dataclass(frozen=True)
 class DraftRecording:
-    """Drafts at every position of replies, one after another.
+    """Drafts at every position of responses, one after another.
 
     Attributes:
         steps: depth of the drafts, S.
@@ -55,8 +55,8 @@ class DraftRecording:
         candidates: of all positions, ``[P, n]``, or by depth.
         confidence: fp32 ``[P]``, the draft's probability of its first token, or its confidence head's
             probability that the token is accepted.
-        truth: int64 ``[P, S]``, the tokens of the reply after the root, -1 after its end.
-        lengths: positions of each reply, in order.
+        truth: int64 ``[P, S]``, the tokens of the response after the root, -1 after its end.
+        lengths: positions of each response, in order.
     """
 
     steps: int
@@ -84,7 +84,7 @@ class DraftRecording:
         )
 
     def ranks(self, steps: int, topk: int) -> torch.Tensor:
-        """Rank of the reply's token at every depth among the candidates of a smaller draft.
+        """Rank of the response's token at every depth among the candidates of a smaller draft.
 
         Args:
             steps: depth of that draft.
@@ -113,7 +113,7 @@ class DraftRecording:
         rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
         rank = torch.where(scores == float("-inf"), NOT_DRAFTED, rank)
 
-        # At each depth at most one candidate continues the reply.
+        # At each depth at most one candidate continues the response.
         ranks = []
         start = 0
         for level in levels:
@@ -124,8 +124,8 @@ class DraftRecording:
         return torch.stack(ranks, 1)
 
     def _ready_ranks(self, ready: ReadyCandidates, steps: int, topk: int) -> torch.Tensor:
-        """:meth:`ranks` of candidates of all depths: follows the reply through their largest tree. Its first
-        nodes are those of smaller trees."""
+        """:meth:`ranks` of candidates of all depths: follows the response through their largest tree. Its
+        first nodes are those of smaller trees."""
         # Build the largest tree.
         num_paths = sum(topk**depth for depth in range(1, steps + 1))
         shape = SpecShape(steps, topk, min(MAX_WINDOW, 1 + num_paths))
@@ -133,7 +133,7 @@ class DraftRecording:
         scores = ready.scores[:, :steps, :topk, :topk]
         tree = best_first(self.truth[:, 0], tokens, scores, shape)
 
-        # Go down from the root to the child that continues the reply. The root has no rank.
+        # Go down from the root to the child that continues the response. The root has no rank.
         node = torch.zeros_like(self.truth[:, :1])
         ranks = []
         for depth in range(1, steps + 1):
@@ -173,12 +173,12 @@ class DraftRecording:
         return _Level(indices.flatten(1), scores.flatten(1), is_true.flatten(1))
 
     def acceptance(self, shape: SpecShape) -> "Acceptance":
-        """Predict the acceptance of decoding these replies in ``shape``."""
+        """Predict the acceptance of decoding these responses in ``shape``."""
         if not shape.steps:
             return Acceptance(1.0, ())
         depths = self._accepted_depths(self.ranks(shape.steps, shape.topk), shape).tolist()
 
-        # Count the cycles. A draft may reach beyond the end of a reply.
+        # Count the cycles. A draft may reach beyond the end of a response.
         stats = SpecStats()
         for start, end in self._cycles(depths):
             num_left = end - start
@@ -206,7 +206,7 @@ class DraftRecording:
             counts = np.bincount(classes[begins], minlength=num_classes)
             shares[shape] = counts / counts.sum()
 
-            # Depths are counted in cycles whose draft ends within the reply, if there are any.
+            # Depths are counted in cycles whose draft ends within the response, if there are any.
             is_whole = (self.truth[begins, shape.steps - 1] >= 0).numpy()
             counted = begins[is_whole] if is_whole.any() else begins
             is_reached = accepted.numpy()[counted, None] > np.arange(shape.steps)
@@ -225,13 +225,13 @@ class DraftRecording:
         return (ranks < shape.tokens - 1).long().cumprod(1).sum(1)
 
     def _cycles(self, depths: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Simulate decoding the replies.
+        """Simulate decoding the responses.
 
         Args:
             depths: depth that a cycle at each position accepts.
 
         Yields:
-            For each cycle, the position at which it begins and the end of its reply.
+            For each cycle, the position at which it begins and the end of its response.
         """
         position = 0
         for length in self.lengths:
@@ -247,7 +247,7 @@ class _Level(NamedTuple):
     Attributes:
         indices: int64 ``[P, m]``, of the candidates in the recording.
         scores: ``[P, m]``, of the paths to them; -inf for candidates that were not drafted.
-        is_true: bool ``[P, m]``, whether the path is how the reply continues.
+        is_true: bool ``[P, m]``, whether the path is how the response continues.
     """
 
     indices: torch.Tensor

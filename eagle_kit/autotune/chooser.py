@@ -54,7 +54,7 @@ OFFSET_VARIANCE = 1.0  # of requests around the offset that they share
 OFFSET_CHANGE = 0.01  # variance that a cycle adds to a request's offset
 SHARED_VARIANCE = 0.25  # of the shared offset at first; OFFSET_VARIANCE with another draft's table
 SHARED_CHANGE = 0.06  # variance that a new request adds to the shared offset: tasks change
-FIRST_WEIGHT = 0.25  # of a request's first cycle: all replies begin alike
+FIRST_WEIGHT = 0.25  # of a request's first cycle: all responses begin alike
 HISTOGRAM_RATE = 0.1  # weight of a cycle in its request's confidence histogram
 SHARED_HISTOGRAM_RATE = 0.02  # and in the shared one
 AVERAGE_COUNT = 16  # confidences that the histogram of another draft's table counts for
@@ -276,7 +276,7 @@ class AcceptanceModel:
         """Update a request's offset and the shared one by a Kalman filter of binary outcomes.
 
         The errors of the two are correlated. The correlation decreases with every cycle of a request, so a
-        long reply changes the shared offset little.
+        long response changes the shared offset little.
         """
         request, num_accepted, log_odds, _ = outcome
 

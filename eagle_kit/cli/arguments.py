@@ -52,10 +52,10 @@ class DraftFlag(Options):
 
 
 class SamplingFlags(Options):
-    """Length and distribution of replies."""
+    """Length and distribution of responses."""
 
     max_tokens: int = 256
-    """Most tokens per reply."""
+    """Most tokens per response."""
 
     temperature: Annotated[float, Flag(metavar="T")] = 0.0
     """Temperature; 0 is greedy."""
@@ -73,11 +73,11 @@ class SamplingFlags(Options):
     """Seed of the samples; without one they differ from call to call."""
 
     stop: Annotated[tuple[str, ...], Flag(is_repeated=True)] = ()
-    """Text that ends the reply; may be given several times."""
+    """Text that ends the response; may be given several times."""
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Parameters of a reply. Raises UserError for one that is out of range."""
+        """Parameters of a response. Raises UserError for one that is out of range."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,

@@ -37,7 +37,7 @@ class BenchOptions(TargetFlag):
     """Interleaved rounds of every batch size."""
 
     max_tokens: int = Field(64, ge=1)
-    """Tokens of a reply in a round."""
+    """Tokens of a response in a round."""
 
     seed: int = 0
     """Seed of the order of prompts."""

@@ -75,7 +75,7 @@ class RegenerateFlags(ShardFlag, SamplingFlags, DraftFlag, TargetFlag):
     engine: Annotated[EngineConfig, FlagsOf({**DECODING, **TEMPLATE})] = EngineConfig(max_batch_size=16)
 
     max_tokens: int = 512
-    """Most tokens per reply."""
+    """Most tokens per response."""
 
     seed: int | None = 0
     """Seed of the samples."""
@@ -99,13 +99,13 @@ class RegenerateFlags(ShardFlag, SamplingFlags, DraftFlag, TargetFlag):
     """Such as '{"enable_thinking": false}'; or variants, as data.chat_template_kwargs has them."""
 
     skip_refusals: Annotated[bool, Flag(group=LEFT_OUT)] = False
-    """Replies that begin as refusals do."""
+    """Responses that begin as refusals do."""
 
     refusal_patterns: Annotated[Path | None, Flag(group=LEFT_OUT)] = None
     """Regular expressions, one a line, of how refusals of other languages begin."""
 
     skip_truncated: Annotated[bool, Flag(group=LEFT_OUT)] = False
-    """Replies cut at --max-tokens or by the context."""
+    """Responses cut at --max-tokens or by the context."""
 
     near_duplicates: Annotated[float | None, Flag(group=LEFT_OUT)] = None
     """Conversations whose human turns have this Jaccard similarity, 0.05 to 1, with earlier ones."""
@@ -323,7 +323,7 @@ def _preview(options: PreviewFlags) -> int:
         name = f"{chosen.where} ({chosen.id})"
         if len(chats) > 1:
             name += f", row {number} of {len(chats)}"
-        num_supervised = int((chat.reply >= 0).sum())
+        num_supervised = int((chat.response >= 0).sum())
         print(f"{name}: {len(chat.ids)} tokens, {num_supervised} supervised")
         print(preview(chat, tokenizer))
     return 0
@@ -424,12 +424,12 @@ def _vocab(options: VocabFlags) -> int:
         raise UserError(f"{options.out} is a folder.", "Give a file with --out.")
     check_writable(options.out.parent, "Give another file with --out.")
 
-    # Count the tokens of the replies, and write the most frequent ones.
+    # Count the tokens of the responses, and write the most frequent ones.
     data = _data(config, size)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     data.vocab_map.save(options.out)
     covered = 100 * data.vocab_map.coverage
-    counted = f"{size} draft tokens cover {covered:.1f} % of the replies; {data.vocab_map.contents}"
+    counted = f"{size} draft tokens cover {covered:.1f} % of the responses; {data.vocab_map.contents}"
     print(f"{options.out}: {counted}.")
     if options.size is None:
         print(f"Train with head.vocab_map={options.out} head.draft_vocab_size={size}.")

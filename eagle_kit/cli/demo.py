@@ -19,7 +19,7 @@ CONVERSATIONS = 1200
 PROMPTS = 6
 """Prompts of each task to measure on."""
 MAX_TOKENS = 64
-"""Most tokens of a reply to measure on."""
+"""Most tokens of a response to measure on."""
 MARKER = ".demo"
 """File in a demo's folder, which the next demo replaces; any other run's folder is refused."""
 ROW_TOKENS = 512

@@ -39,7 +39,7 @@ class GenerateOptions(SamplingFlags, DraftFlag, TargetFlag):
     """File .jsonl of {prompt} or {messages} lines, or a text that is one prompt."""
 
     json_lines: Annotated[bool, Flag("--json")] = False
-    """Print one JSON object per reply."""
+    """Print one JSON object per response."""
 
     engine: Annotated[EngineConfig, FlagsOf(FLAGS, "engine")] = EngineConfig()
 
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode ``--prompt``, ``--file`` or standard input and print each reply."""
+    """Decode ``--prompt``, ``--file`` or standard input and print each response."""
     options = options_of(args, GenerateOptions)
     prompts = read_prompts(options.prompt, options.file)
     params = options.sampling_params
@@ -147,7 +147,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 def as_record(prompt: Any, output: RequestOutput) -> dict[str, Any]:
-    """Convert a reply and its figures to plain data."""
+    """Convert a response and its figures to plain data."""
     stats = output.stats
     return {
         "prompt": prompt,
@@ -165,12 +165,12 @@ def as_record(prompt: Any, output: RequestOutput) -> dict[str, Any]:
 
 
 def as_text(output: RequestOutput) -> str:
-    """Format a reply and one line of its figures."""
+    """Format a response and one line of its figures."""
     return f"{output.text}\n\n{figures(output)}\n"
 
 
 def figures(output: RequestOutput) -> str:
-    """Format accept length, tokens, verifies and tokens per second of one reply, on one line."""
+    """Format accept length, tokens, verifies and tokens per second of one response, on one line."""
     stats = output.stats
     num_tokens = len(output.token_ids)
     facts = [f"{num_tokens} tokens"]

@@ -32,7 +32,7 @@ from eagle_kit.train.plan.budget import (
 )
 from eagle_kit.train.plan.budget_configs import (
     DraftJob,
-    ReplyFile,
+    ResponseFile,
     draft_config,
     pilot_config,
     room_for_states,
@@ -47,13 +47,13 @@ MAX_PROMPT_TOKENS = 192
 """Most tokens of a chat's prompt to learn from."""
 MAX_TASK_TOKENS = 768
 """Most tokens of a task's prompt to learn from."""
-MAX_REPLY_TOKENS = 256
-"""Most tokens of a reply to learn from."""
+MAX_RESPONSE_TOKENS = 256
+"""Most tokens of a response to learn from."""
 NAME = "draft"
 """Name of the draft in its evaluation."""
 SHAPES = ("4,1,5", "5,4,16", "auto")
 MAX_MEASURED_TOKENS = 64
-"""Most tokens of a reply by which the draft is measured."""
+"""Most tokens of a response by which the draft is measured."""
 LONG_BUDGET_S = 7200.0
 """Least budget with which costs are timed in as many passes as ``tune`` makes by default; in one
 pass with less."""
@@ -157,8 +157,8 @@ def pilot_stages(job: DraftJob, pilot: Pilot) -> Iterator[Stage]:
         measured = pilot_figures(job.out / "pilot", pilot.steps)
         return {**measured, "kept_tokens": room_for_states(job)}
 
-    replies = job.out / "replies.jsonl"
-    yield _regenerate("pilot-replies", job, job.source, replies, pilot.replies, MAX_PROMPT_TOKENS)
+    responses = job.out / "responses.jsonl"
+    yield _regenerate("pilot-responses", job, job.source, responses, pilot.responses, MAX_PROMPT_TOKENS)
     config = _write_config_once(job.out / "pilot.yaml", lambda: pilot_config(job, pilot))
     yield Stage("pilot-training", _train(job, config), figures)
 
@@ -170,26 +170,26 @@ def draft_stages(
     done, because its numbers depend on their results in ``log``."""
     prompts = job.out / "prompts.jsonl"
     answers = job.out / "answers.jsonl"
-    replies = job.out / "replies.jsonl"
+    responses = job.out / "responses.jsonl"
     draft = job.out / "draft"
     evaluation = job.out / "eval"
     target = ["--target", job.target]
 
-    # Replies of the target to prompts of tasks that chats lack.
-    measured = log.done["pilot-replies"]
-    num_replies = plan.reply_tokens / max(measured["tokens"] / measured["conversations"], 1.0)
-    num_prompts = max(int(TASK_SHARE * num_replies), 1)
+    # Responses of the target to prompts of tasks that chats lack.
+    measured = log.done["pilot-responses"]
+    num_responses = plan.response_tokens / max(measured["tokens"] / measured["conversations"], 1.0)
+    num_prompts = max(int(TASK_SHARE * num_responses), 1)
     words = [KIT, "data", "prompts", "--source", job.source, "--limit", str(num_prompts)]
     yield Stage("prompts", [*words, "--out", str(prompts)])
     yield _regenerate("answers", job, str(prompts), answers, num_prompts, MAX_TASK_TOKENS)
 
-    # Replies to chats, more of them where the source had texts for fewer prompts.
-    missing = int(num_replies) - log.done["answers"]["conversations"]
-    num_chats = max(missing, pilot.replies + 1)
-    yield _regenerate("replies", job, job.source, replies, num_chats, MAX_PROMPT_TOKENS)
+    # Responses to chats, more of them where the source had texts for fewer prompts.
+    missing = int(num_responses) - log.done["answers"]["conversations"]
+    num_chats = max(missing, pilot.responses + 1)
+    yield _regenerate("responses", job, job.source, responses, num_chats, MAX_PROMPT_TOKENS)
 
     # One training on raw chats and both files; the states that it keeps are deleted after it.
-    files = [_reply_file(log, "replies", replies), _reply_file(log, "answers", answers)]
+    files = [_response_file(log, "responses", responses), _response_file(log, "answers", answers)]
     config = _write_config_once(job.out / "training.yaml", lambda: _training_config(job, plan, log, files))
     settings = [f"tracking.{setting}" for setting in tracking]
     yield Stage("training", _train(job, config, settings), lambda seconds: _delete_states(job))
@@ -218,17 +218,17 @@ def draft_stages(
 def _regenerate(
     name: str, job: DraftJob, source: str, out: Path, limit: int, max_prompt_tokens: int
 ) -> Stage:
-    """Replies of the target to at most ``limit`` prompts of ``source``, one turn each."""
+    """Responses of the target to at most ``limit`` prompts of ``source``, one turn each."""
     words = [KIT, "data", "regenerate", "--source", source, "--target", job.target, *_template(job)]
     words += ["--out", str(out), "--limit", str(limit), "--max-turns", "1"]
-    words += ["--max-prompt-tokens", str(max_prompt_tokens), "--max-tokens", str(MAX_REPLY_TOKENS)]
+    words += ["--max-prompt-tokens", str(max_prompt_tokens), "--max-tokens", str(MAX_RESPONSE_TOKENS)]
     words += ["--decontaminate", *job.tasks]
 
     def counted(seconds: float) -> dict[str, Any]:
-        from eagle_kit.datagen.regenerate.files import count_replies
+        from eagle_kit.datagen.regenerate.files import count_responses
         from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
-        conversations, tokens = count_replies(out, load_tokenizer(resolve_target(job.target)))
+        conversations, tokens = count_responses(out, load_tokenizer(resolve_target(job.target)))
         return {"conversations": conversations, "tokens": tokens, "tokens_per_s": tokens / seconds}
 
     return Stage(name, words, counted)
@@ -295,10 +295,10 @@ def _chosen_pilot(job: DraftJob, log: StageLog) -> Pilot:
     if "pilot" in log.choices:
         return Pilot(**log.choices["pilot"])
     _check_chat_template(job)
-    pilot, seconds = pilot_for(job, MAX_PROMPT_TOKENS + MAX_REPLY_TOKENS)
+    pilot, seconds = pilot_for(job, MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS)
     log.choices["pilot"] = asdict(pilot)
     print(
-        f"pilot   {pilot.replies} replies and {pilot.steps} steps of training are measured first: "
+        f"pilot   {pilot.responses} responses and {pilot.steps} steps of training are measured first: "
         f"{about(seconds)} of {job.budget}",
         flush=True,
     )
@@ -312,7 +312,7 @@ def _check_chat_template(job: DraftJob) -> None:
 
     if job.chat_template is None and not has_chat_template(load_tokenizer(resolve_target(job.target))):
         raise UserError(
-            f"The target {job.target} has no chat template, and make-draft trains on its replies to chats.",
+            f"The target {job.target} has no chat template, and make-draft trains on its responses to chats.",
             "Give a template with --chat-template FILE, or train on texts with a config that "
             "eagle-kit train CONFIG --init TARGET writes.",
         )
@@ -321,12 +321,12 @@ def _check_chat_template(job: DraftJob) -> None:
 def _make_plan(job: DraftJob, log: StageLog) -> BudgetPlan:
     """Share the budget out by what the pilots measured. Raises UserError where nothing was answered, or no
     time is left."""
-    if not log.done["pilot-replies"]["conversations"]:
+    if not log.done["pilot-responses"]["conversations"]:
         raise UserError(
             f"No conversation of {job.source} could be answered.",
             f"Give a --source with first turns of at most {MAX_PROMPT_TOKENS} tokens, and another --out.",
         )
-    spent_s = log.spent_s["pilot-replies"] + log.spent_s["pilot-training"]
+    spent_s = log.spent_s["pilot-responses"] + log.spent_s["pilot-training"]
     room = log.done["pilot-training"]["kept_tokens"]
     plan = plan_budget(job.budget_s, spent_s, _rates(log), room, job.processes)
     if not plan.training_s:
@@ -339,18 +339,18 @@ def _make_plan(job: DraftJob, log: StageLog) -> BudgetPlan:
 
 def _rates(log: StageLog) -> TokenRates:
     """Rates that the pilots measured."""
-    replies = log.done["pilot-replies"]
+    responses = log.done["pilot-responses"]
     training = log.done["pilot-training"]
-    return TokenRates(replies["tokens_per_s"], training["tokens_per_s"], training["kept_tokens_per_s"])
+    return TokenRates(responses["tokens_per_s"], training["tokens_per_s"], training["kept_tokens_per_s"])
 
 
-def _reply_file(log: StageLog, name: str, path: Path) -> ReplyFile:
-    """Replies that the stage ``name`` wrote."""
-    return ReplyFile(name, path, log.done[name]["conversations"], log.done[name]["tokens"])
+def _response_file(log: StageLog, name: str, path: Path) -> ResponseFile:
+    """Responses that the stage ``name`` wrote."""
+    return ResponseFile(name, path, log.done[name]["conversations"], log.done[name]["tokens"])
 
 
 def _training_config(
-    job: DraftJob, plan: BudgetPlan, log: StageLog, files: Sequence[ReplyFile]
+    job: DraftJob, plan: BudgetPlan, log: StageLog, files: Sequence[ResponseFile]
 ) -> dict[str, Any]:
     """Config of the draft's training in the time that is left now."""
     seconds = plan.training_left_s(job.budget_s, log.total_s)
@@ -359,7 +359,7 @@ def _training_config(
     per_conversation = log.done["pilot-training"]["tokens_per_conversation"]
     config = draft_config(job, training, files, per_conversation)
     if len(config["data"]["mix"]) == 1:
-        print("Too few replies were written to learn from; the training is on raw chats alone.")
+        print("Too few responses were written to learn from; the training is on raw chats alone.")
     return config
 
 
@@ -386,7 +386,7 @@ def _print_plan(plan: BudgetPlan, left_s: float) -> None:
     chain, tree = expected_accept_lengths(plan.tokens)
     passes = "rows gone through several times" if plan.training.keeps else "in one pass"
     print(
-        f"plan    {plan.reply_tokens:,} tokens of own replies ({plan.replies_s / 60:.0f} min), training on "
+        f"plan    {plan.response_tokens:,} tokens of own responses ({plan.responses_s / 60:.0f} min), training on "
         f"{plan.tokens:,} of them and of raw chats, {passes} ({plan.training_s / 60:.0f} min); tuning and "
         f"evaluation {plan.reserved_s / 60:.0f} min\n"
         f"time    {about(max(left_s, 0.0))} to go\n"

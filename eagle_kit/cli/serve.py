@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     if flags.plan:
         return plan(args, flags)
     config = engine_config(args)
-    from eagle_kit.data.chat.reply.choice import check_names
+    from eagle_kit.data.chat.response.choice import check_names
     from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.engine.llm import LLM
     from eagle_kit.engine.tensor_parallel.ranks import launched_rank
@@ -205,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
             engine = llm.engine()
             introduce(flags, model, llm, server_config.warm_up)
             app = create_app(llm, engine, server_config)
-            say(f"replies    {app.state.service.reply_forms}")
+            say(f"responses    {app.state.service.response_forms}")
             app.state.service.engine.on_stuck = partial(leave, llm)
             llm.on_lost(app.state.service.engine.fail)
             return run_forever(app, sock)

@@ -47,7 +47,7 @@ class TuneFlags(TargetFlag):
     """Prompts of each task."""
 
     max_tokens: int = Field(default=64, ge=1)
-    """Most tokens per reply."""
+    """Most tokens per response."""
 
     passes: int | None = Field(default=None, ge=1)
     """Passes over all batch sizes and contexts, each of which is timed as often; default 5. One pass is

@@ -92,7 +92,7 @@ def print_numbering(draft: "DraftFolder", target: Path) -> None:
 
 def decodes_alike(draft: "DraftFolder", target: Path, num_tokens: int, chat_template: Path | None) -> bool:
     """Decode with the draft and plainly, and print accept length and differences; returns False if
-    greedy replies differ in float32, where they must not."""
+    greedy responses differ in float32, where they must not."""
     from eagle_kit.engine.llm import LLM
     from eagle_kit.server.api.startup import causes_of_low_acceptance, doubts, self_test, warnings_as_lines
 

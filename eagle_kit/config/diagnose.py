@@ -1,4 +1,4 @@
-"""Options of a diagnosis: prompts, their replies, and the engine that decodes them. Torch-free."""
+"""Options of a diagnosis: prompts, their responses, and the engine that decodes them. Torch-free."""
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ class DiagnoseConfig(Options):
     """Prompts, drawn evenly over their categories."""
 
     max_tokens: int = Field(default=64, ge=8)
-    """Most tokens per reply."""
+    """Most tokens per response."""
 
     context: int = Field(default=1024, ge=0)
     """Tokens of the long texts on which acceptance is read by position; 0 leaves them out."""

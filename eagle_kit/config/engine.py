@@ -125,7 +125,7 @@ class EngineConfig(Options):
     """Most requests decoded together."""
 
     max_context: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and reply, at most the target's context, which a larger number stands for;
+    """Most tokens of prompt and response, at most the target's context, which a larger number stands for;
     default that context, at most 8192.
     """
 

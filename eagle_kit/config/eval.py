@@ -25,7 +25,7 @@ class EvalConfig(Options):
     """Speculation shapes steps,topk,tokens, tried with every draft; auto chooses from cycle to cycle."""
 
     max_tokens: int = Field(default=128, ge=1)
-    """Most tokens per reply."""
+    """Most tokens per response."""
 
     limit: int | None = None
     """Prompts of each task, drawn evenly over its categories; default all."""

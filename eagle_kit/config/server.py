@@ -46,7 +46,7 @@ class ServerConfig(Options):
     """Requests that may wait besides those that run; more get 503."""
 
     max_parallel_per_client: int | None = Field(default=None, ge=1)
-    """Replies that one client may have in progress; more get 429."""
+    """Responses that one client may have in progress; more get 429."""
 
     max_requests_per_minute: int | None = Field(default=None, ge=1)
     """Requests of one client per minute; more get 429."""
@@ -66,18 +66,18 @@ class ServerConfig(Options):
     """
 
     reasoning_parser: str = "auto"
-    """Form of the reasoning in replies, which is sent apart from the content: auto (the default, found in the
-    chat template), none, think, deepseek_r1 (a thought that nothing has opened) or harmony, or a name of
+    """Form of the reasoning in responses, which is sent apart from the content: auto (the default, found in
+    the chat template), none, think, deepseek_r1 (a thought that nothing has opened) or harmony, or a name of
     vLLM's or SGLang's.
     """
 
     tool_call_parser: str = "auto"
-    """Form of the tool calls in replies: auto (the default, found in the chat template), none, hermes,
+    """Form of the tool calls in responses: auto (the default, found in the chat template), none, hermes,
     llama3, mistral, deepseek or harmony, or a name of vLLM's or SGLang's.
     """
 
     grace_period_s: float = Field(default=30.0, ge=0.0)
-    """Seconds that running replies get to finish when the server is stopped."""
+    """Seconds that running responses get to finish when the server is stopped."""
 
     @field_validator("model_name")
     @classmethod

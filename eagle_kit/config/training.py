@@ -131,13 +131,13 @@ class TrainingConfig(Section):
     """Weight of each step, ``ttt_length`` numbers."""
 
     loss_rows: Literal["serving", "published"] = "serving"
-    """Rows that are supervised at step k. ``serving``: row i if x[i + 1] and x[i + 2 + k] are of one reply,
-    where a draft round can be when serving. ``published``: row i if x[i + 1 + k] and x[i + 2 + k] are of one
-    reply, as in the code of EAGLE-3.
+    """Rows that are supervised at step k. ``serving``: row i if x[i + 1] and x[i + 2 + k] are of one
+    response, where a draft round can be when serving. ``published``: row i if x[i + 1 + k] and x[i + 2 + k]
+    are of one response, as in the code of EAGLE-3.
     """
 
     loss_normalisation: Literal["tokens", "sequence", "published"] = "tokens"
-    """``tokens``: the mean over the supervised rows of the global batch, so long replies weigh more;
+    """``tokens``: the mean over the supervised rows of the global batch, so long responses weigh more;
     ``sequence``: the mean over conversations of each one's own mean. Both divide by the sum of the step
     weights, so that the learning rate does not depend on ``ttt_length``. ``published``: as in the code of
     EAGLE-3, each conversation's sum over its rows and steps divided by the number of its tokens, prompts

@@ -1,4 +1,4 @@
-"""Finished reply of a request."""
+"""Finished response of a request."""
 
 from array import array
 from collections import Counter
@@ -26,8 +26,8 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class ReplyLogprobs:
-    """Log-probabilities of the tokens of a reply: a sequence of :class:`TokenLogprobs`.
+class ResponseLogprobs:
+    """Log-probabilities of the tokens of a response: a sequence of :class:`TokenLogprobs`.
 
     They are kept in arrays, and an entry is made when it is read. All tokens have the same number k of
     alternatives; a token takes 4 + 8 k bytes.
@@ -48,7 +48,7 @@ class ReplyLogprobs:
         self._top_ids.extend(top_ids)
         self._top_values.extend(top_values)
 
-    def extend(self, later: "ReplyLogprobs") -> None:
+    def extend(self, later: "ResponseLogprobs") -> None:
         """Append the tokens of ``later``."""
         if not later:
             return
@@ -59,10 +59,10 @@ class ReplyLogprobs:
         self._top_ids.extend(later._top_ids)
         self._top_values.extend(later._top_values)
 
-    def part(self, start: int, stop: int) -> "ReplyLogprobs":
+    def part(self, start: int, stop: int) -> "ResponseLogprobs":
         """Copy the tokens from ``start`` to ``stop``."""
         num_top = self._num_top
-        part = ReplyLogprobs()
+        part = ResponseLogprobs()
         part._num_top = num_top
         part._chosen = self._chosen[start:stop]
         part._top_ids = self._top_ids[start * num_top : stop * num_top]
@@ -94,31 +94,31 @@ class ReplyLogprobs:
             yield self[index]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ReplyLogprobs):
+        if not isinstance(other, ResponseLogprobs):
             return NotImplemented
         return list(self) == list(other)
 
 
 @dataclass
 class RequestOutput:
-    """Finished reply to a prompt, and, with ``n`` > 1, the other replies to it.
+    """Finished response to a prompt, and, with ``n`` > 1, the other responses to it.
 
     Attributes:
         prompt_ids: the prompt as tokens.
-        token_ids: the reply, its stop token included.
-        text: the reply decoded, special tokens left out, cut before a stop text.
+        token_ids: the response, its stop token included.
+        text: the response decoded, special tokens left out, cut before a stop text.
         finish_reason: ``"stop"`` (a stop token or text), ``"length"`` (max_tokens), ``"context"`` (the
-            context is full), ``"abort"``, or ``"error"`` (the target's logits are not finite; the reply ends
-            before them).
-        stats: acceptance of this reply.
+            context is full), ``"abort"``, or ``"error"`` (the target's logits are not finite; the response
+            ends before them).
+        stats: acceptance of this response.
         shapes: cycles in each shape.
         logprobs: one entry per token, empty unless requested.
         num_cached_tokens: prompt tokens found in the prefix cache.
         prefill_s: seconds from admission to the first token.
         decode_s: seconds from the first token to the last, during which other requests of the batch decode
             too.
-        index: number of this reply among the ``n``.
-        others: the other replies to the prompt, in order; only the first reply has them.
+        index: number of this response among the ``n``.
+        others: the other responses to the prompt, in order; only the first response has them.
         prompt_logprobs: one entry per token of the prompt, None for the first one; None unless requested.
         prompt: the text that was continued; None where token ids or a conversation were given.
     """
@@ -140,7 +140,7 @@ class RequestOutput:
 
     @property
     def outputs(self) -> "list[RequestOutput]":
-        """All replies to the prompt, this one first, under vLLM's name."""
+        """All responses to the prompt, this one first, under vLLM's name."""
         return [self, *self.others]
 
     @property
@@ -150,22 +150,22 @@ class RequestOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Log-probability of the whole reply; None unless ``logprobs`` were requested."""
+        """Log-probability of the whole response; None unless ``logprobs`` were requested."""
         if not self.logprobs:
             return None
         return sum(entry.logprob for entry in self.logprobs)
 
 
 @dataclass(frozen=True)
-class ReplyDelta:
-    """Addition to a reply that is being streamed.
+class ResponseDelta:
+    """Addition to a response that is being streamed.
 
     Attributes:
         prompt_index: number of the prompt in the call.
-        index: number of the reply among the ``n`` of its prompt.
+        index: number of the response among the ``n`` of its prompt.
         text: new text; special tokens and stop texts are left out.
         token_ids: new tokens.
-        finish_reason: of the last delta of a reply, as in :class:`RequestOutput`; None before.
+        finish_reason: of the last delta of a response, as in :class:`RequestOutput`; None before.
     """
 
     prompt_index: int

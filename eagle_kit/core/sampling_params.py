@@ -33,7 +33,7 @@ NUMBERS = (
 CONSTRAINT = "Give structured_outputs=StructuredOutputs(json=...), or with regex, choice or grammar."
 WHOLE_TEXT = "Decode token_ids with llm.tokenizer."
 REMEDIES = {
-    "add_generation_prompt": "Leave it out: chat opens the reply; generate continues a text as it stands.",
+    "add_generation_prompt": "Leave it out: chat opens the response; generate continues a text as it stands.",
     "best_of": "Give n and logprobs=0, and choose among output.outputs by cumulative_logprob.",
     "chat_template": "Give it to LLM, as chat_template=FILE.",
     "continue_final_message": "Give the rendered conversation to generate.",
@@ -44,7 +44,7 @@ REMEDIES = {
     "logits_processors": "Give logit_bias, allowed_token_ids, bad_words or structured_outputs.",
     "lora_request": "Merge the adapter into the target's weights.",
     "max_new_tokens": "Give max_tokens.",
-    "min_tokens": "Give ignore_eos=True for replies of exactly max_tokens.",
+    "min_tokens": "Give ignore_eos=True for responses of exactly max_tokens.",
     "regex": CONSTRAINT,
     "skip_special_tokens": WHOLE_TEXT,
     "truncate_prompt_tokens": "Cut the token ids of the prompt, and give those.",
@@ -56,41 +56,43 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of the replies to one prompt. The names are vLLM's; the default is greedy decoding
-    of up to 256 tokens.
+    """Sampling parameters of the responses to one prompt. The names are vLLM's; the default is greedy
+    decoding of up to 256 tokens.
 
     Attributes:
-        max_tokens: maximum number of tokens of a reply, at least 1.
+        max_tokens: maximum number of tokens of a response, at least 1.
         temperature: divides the logits; 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all, as -1 does, which becomes 0.
         top_p: then keep the smallest set of most likely tokens whose probabilities sum to at least this.
         min_p: then keep tokens whose probability is at least this share of the largest one.
-        seed: seed of the reply's random numbers, which do not depend on the batch; None draws a seed when the
-            request arrives. With ``n`` replies, reply i has the seed ``seed + i``.
+        seed: seed of the response's random numbers, which do not depend on the batch; None draws a seed when
+            the request arrives. With ``n`` responses, response i has the seed ``seed + i``.
         repetition_penalty: > 1 divides positive and multiplies negative logits of tokens that are in the
-            prompt or the reply (arXiv 1909.05858).
-        frequency_penalty: subtracted from a token's logit for every occurrence in the reply.
-        presence_penalty: subtracted from the logit of every token that is in the reply.
+            prompt or the response (arXiv 1909.05858).
+        frequency_penalty: subtracted from a token's logit for every occurrence in the response.
+        presence_penalty: subtracted from the logit of every token that is in the response.
         logit_bias: token id, also as a text of digits -> number added to its logit.
-        allowed_token_ids: tokens that the reply may have, at least one; None allows all. The reply ends by
-            itself only if one of the model's end tokens is among them. Not together with a constraint.
-        bad_words: up to 128 words of up to 256 characters that the reply must not have. Each word's tokens,
-            with and without a leading blank, are forbidden directly after one another within the reply.
+        allowed_token_ids: tokens that the response may have, at least one; None allows all. The response ends
+            by itself only if one of the model's end tokens is among them. Not together with a constraint.
+        bad_words: up to 128 words of up to 256 characters that the response must not have. Each word's
+            tokens, with and without a leading blank, are forbidden directly after one another within the
+            response.
         logprobs: number of most likely alternatives to report besides the sampled token, 0 to 20; None
             reports nothing. Log-probabilities are a log-softmax of the target's raw logits, before
             temperature, filters, penalties and biases.
-        stop: text, or list of texts, that ends the reply and is cut from its text.
-        stop_token_ids: tokens that end the reply besides the model's own end tokens; the stop token is kept.
+        stop: text, or list of texts, that ends the response and is cut from its text.
+        stop_token_ids: tokens that end the response besides the model's own end tokens; the stop token is
+        kept.
         ignore_eos: continue after the model's own end tokens.
-        grammar: constraint that the reply must match, as the engine follows it; ``structured_outputs`` is the
-            form for callers.
+        grammar: constraint that the response must match, as the engine follows it; ``structured_outputs`` is
+            the form for callers.
         cache_salt: text of 1 to 256 characters. Requests share cached pages, n-grams and compiled grammars
             only with requests of the same salt; requests without a salt share theirs. It does not change
-            the reply's distribution.
-        n: number of replies to the prompt, at least 1.
+            the response's distribution.
+        n: number of responses to the prompt, at least 1.
         prompt_logprobs: number of most likely alternatives to report for every token of the prompt, 0 to 20;
             None reports nothing. It costs a second forward over the prompt.
-        structured_outputs: constraint that the reply must match, or a mapping of its attributes such as
+        structured_outputs: constraint that the response must match, or a mapping of its attributes such as
             ``{"json": schema}``.
 
     Raises:
@@ -218,13 +220,13 @@ class SamplingParams:
 
     @property
     def constraint(self) -> Grammar | None:
-        """Grammar that the reply must match; None if there is no constraint."""
+        """Grammar that the response must match; None if there is no constraint."""
         if self.structured_outputs is not None:
             return self.structured_outputs.as_grammar()
         return self.grammar
 
-    def of_reply(self, index: int) -> "SamplingParams":
-        """Parameters of reply ``index`` of the ``n``."""
+    def of_response(self, index: int) -> "SamplingParams":
+        """Parameters of response ``index`` of the ``n``."""
         seed = None if self.seed is None else successor(self.seed, index)
         return replace(self, n=1, seed=seed)
 
@@ -253,7 +255,7 @@ class SamplingParams:
 
 
 def successor(seed: int, index: int) -> int:
-    """Seed of reply ``index``, wrapped into 64 bits, so that the largest seed has successors."""
+    """Seed of response ``index``, wrapped into 64 bits, so that the largest seed has successors."""
     return (seed + index + 2**63) % 2**64 - 2**63
 
 

@@ -8,7 +8,7 @@ class SpecStats:
     """Acceptance counts of one request, or the sum over many.
 
     A *verify* is one target forward over a window. It emits the accepted draft tokens and one bonus token, so
-    ``accept_length`` is tokens emitted per verify, bonus included. The first token of a reply comes from
+    ``accept_length`` is tokens emitted per verify, bonus included. The first token of a response comes from
     prefill and belongs to no verify. A forward without drafts is no verify either, in a plain run as in a run
     that drafts now and then. Tokens after a stop or ``max_tokens`` are never counted.
 

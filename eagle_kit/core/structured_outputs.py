@@ -1,4 +1,4 @@
-"""Constraints on the text of a reply: the form for callers, and the grammar that the engine follows."""
+"""Constraints on the text of a response: the form for callers, and the grammar that the engine follows."""
 
 import json
 import re
@@ -13,11 +13,11 @@ META = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
 
 class Thought(NamedTuple):
-    """Token ids that bound the reasoning at the beginning of a reply.
+    """Token ids that bound the reasoning at the beginning of a response.
 
     Attributes:
         end: tokens that end it, one directly after the other.
-        opener: first token of a reply that has reasoning; None if the prompt has begun the reasoning.
+        opener: first token of a response that has reasoning; None if the prompt has begun the reasoning.
         others: tokens that may follow the first one of ``end`` without ending the reasoning.
     """
 
@@ -32,7 +32,7 @@ class Grammar(NamedTuple):
     Attributes:
         kind: any JSON object, a JSON schema, a regular expression, or a grammar in llguidance's Lark syntax.
         text: the schema as JSON, the expression or the grammar.
-        thought: bounds of the reply's reasoning; the constraint holds for the text after it.
+        thought: bounds of the response's reasoning; the constraint holds for the text after it.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "lark"]
@@ -42,14 +42,14 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """Constraint on a reply; exactly one of the attributes is given. The names are vLLM's.
+    """Constraint on a response; exactly one of the attributes is given. The names are vLLM's.
 
     Attributes:
-        json: JSON schema of the reply, as a dict or as JSON text.
-        regex: regular expression that the whole reply matches.
-        choice: texts, one of which is the reply.
-        grammar: grammar in llguidance's Lark syntax, whose rule ``start`` the whole reply matches.
-        json_object: the reply is any JSON object.
+        json: JSON schema of the response, as a dict or as JSON text.
+        regex: regular expression that the whole response matches.
+        choice: texts, one of which is the response.
+        grammar: grammar in llguidance's Lark syntax, whose rule ``start`` the whole response matches.
+        json_object: the response is any JSON object.
 
     Raises:
         UserError: none or several of them are given, or one is of another type.

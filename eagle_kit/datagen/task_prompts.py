@@ -111,10 +111,10 @@ class Material:
     """Parts of a conversation that prompts are made of.
 
     Attributes:
-        passages: paragraphs of its replies, as (text, language).
-        sentences: sentences of its replies, as (text, language).
+        passages: paragraphs of its responses, as (text, language).
+        sentences: sentences of its responses, as (text, language).
         question: its first human turn if that is one question; else empty.
-        code: blocks of code in its replies, as (language of the fence or empty, code).
+        code: blocks of code in its responses, as (language of the fence or empty, code).
         functions: signatures of Python functions in that code, with their docstrings.
     """
 
@@ -171,7 +171,7 @@ def task_prompts(
 
 
 def material_of(conversation: Conversation) -> Material:
-    """Extract the material of a conversation from its replies and its first human turn."""
+    """Extract the material of a conversation from its responses and its first human turn."""
     passages: list[tuple[str, str]] = []
     sentences: list[tuple[str, str]] = []
     code: list[tuple[str, str]] = []
@@ -326,7 +326,7 @@ def _translate(material: Material, earlier: deque[str], rng: random.Random) -> s
 
 
 def _retrieve(material: Material, earlier: deque[str], rng: random.Random) -> str:
-    """The conversation's question, behind a passage of its reply among others."""
+    """The conversation's question, behind a passage of its response among others."""
     own = _english(material)
     if not own or not material.question or len(earlier) < PASSAGES - 1:
         return ""

@@ -1,4 +1,4 @@
-"""Engine: requests in, replies out.
+"""Engine: requests in, responses out.
 
 A step schedules, launches a decode cycle and prompt chunks on the device, and collects results. With a lag
 of 1 it collects those of the step before, so that the host works while the device does. Then the end of a
@@ -54,7 +54,7 @@ class EngineTotals:
         num_steps: steps of the engine.
         num_prompt_tokens: tokens of all prompts whose prefill has begun.
         num_cached_prompt_tokens: those of them that the prefix cache held.
-        num_generated_tokens: tokens of replies.
+        num_generated_tokens: tokens of responses.
         num_preemptions: times that a request gave way to another.
         num_finished: ended requests, by reason.
         num_drafts: verifies of at least one draft token, as in vLLM.
@@ -76,11 +76,11 @@ class EngineTotals:
 
 
 class _End(NamedTuple):
-    """Token that ends a reply, among the new tokens of a cycle.
+    """Token that ends a response, among the new tokens of a cycle.
 
     Attributes:
         num_tokens: number of new tokens up to it, itself included.
-        reason: why the reply ends.
+        reason: why the response ends.
         is_text: True if the token is part of the text.
     """
 
@@ -285,7 +285,7 @@ class Engine:
         if len(prompt_ids) >= config.max_context:
             raise UserError(
                 f"The prompt has {len(prompt_ids)} tokens, but the context holds {config.max_context} "
-                "with the reply.",
+                "with the response.",
                 "Shorten the prompt, or raise max_context if the model allows it.",
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < top:
@@ -304,7 +304,7 @@ class Engine:
             if config.num_shards > 1:
                 of_rank = f", {config.num_shard_pages * config.page_size} of each rank"
             raise UserError(
-                f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
+                f"A prompt of {len(prompt_ids)} tokens and a response of up to {max_tokens} do not fit the "
                 f"key-value pool of {config.num_pages * config.page_size} tokens{of_rank}.",
                 "Lower max_tokens, or give the pool more tokens.",
             )
@@ -325,11 +325,11 @@ class Engine:
         """Put a request into the queue. Raise UserError for one that can never be served."""
         self.check_request(request)
         params = request.params
-        reply = request.reply
-        reply.seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        response = request.response
+        response.seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         eos = () if params.ignore_eos else self.target.config.eos_token_ids
-        reply.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
-        reply.max_tokens = min(params.max_tokens, self.config.max_context - len(request.prompt_ids))
+        response.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
+        response.max_tokens = min(params.max_tokens, self.config.max_context - len(request.prompt_ids))
         self.scheduler.add(request)
 
     def prepare(self, request: Request) -> None:
@@ -340,7 +340,7 @@ class Engine:
             UserError: the grammar cannot be compiled, or words are forbidden without their tokens.
         """
         params = request.params
-        if request.reply.match is not None:
+        if request.response.match is not None:
             return
         if params.bad_words and request.bad_word_ids is None:
             raise UserError("bad_words need a tokenizer, and the model has none.", "Leave them out.")
@@ -349,7 +349,7 @@ class Engine:
         if request.bad_word_ids:
             vocab_size = self.target.config.vocab_size
             match = MatchWithoutBadWords(request.bad_word_ids, vocab_size, match, params.allowed_token_ids)
-        request.reply.match = match
+        request.response.match = match
 
     def prepare_grammars(self) -> None:
         """Make the compiler of grammars and compile a first one, so that no request waits for it. Raises
@@ -413,7 +413,7 @@ class Engine:
 
         # Grammars and n-grams need every token on the host. Collecting results may end requests.
         num_earlier = len(self._in_flight)
-        if self._uses_ngram or any(request.reply.match for request in decoding):
+        if self._uses_ngram or any(request.response.match for request in decoding):
             self._collect_until(0)
             num_earlier = 0
             decoding = [request for request in decoding if request.finish_reason is None]
@@ -486,7 +486,7 @@ class Engine:
         return self._make_grammars is not None
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Compute replies of one token, without a cycle."""
+        """Compute responses of one token, without a cycle."""
         with torch.inference_mode(), current_device(self.runner.device):
             for request in requests:
                 self.add_request(request)
@@ -560,9 +560,9 @@ class Engine:
             num_emitted = counts[i]
             if num_emitted == 0:
                 continue
-            start = len(request.reply.token_ids)
+            start = len(request.response.token_ids)
             reason = self._append_tokens(request, tokens[i][:num_emitted], now)
-            num_tokens = len(request.reply.token_ids) - start
+            num_tokens = len(request.response.token_ids) - start
             self._updated[request] = None
 
             # Append their log-probabilities.
@@ -570,7 +570,7 @@ class Engine:
             if logprobs is not None and top is not None:
                 chosen, ids, values = (part[i] for part in logprobs)
                 for j in range(num_tokens):
-                    request.reply.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
+                    request.response.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
 
             # Update the acceptance statistics of the policy.
             num_draft_tokens = None
@@ -619,7 +619,7 @@ class Engine:
             policy.observe_confidence(acceptance, confidence)
 
     def _count_decoded(self, request: Request) -> None:
-        """Count the tokens of a reply whose text has been searched for stop texts."""
+        """Count the tokens of a response whose text has been searched for stop texts."""
         assert request.stream is not None
         uncounted = request.stats.uncounted
         while uncounted and uncounted[0].start + uncounted[0].num_tokens <= request.stream.num_decoded:
@@ -659,18 +659,18 @@ class Engine:
         self._clock = now
 
     def _append_tokens(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
-        """Append new tokens up to the first that ends the reply.
+        """Append new tokens up to the first that ends the response.
 
         Returns:
-            Why the reply ends; None if it goes on.
+            Why the response ends; None if it goes on.
         """
-        reply = request.reply
+        response = request.response
         reason: FinishReason | None = None
         is_text = True
 
-        # Cut the tokens where one ends the reply.
-        most_tokens = len(reply.token_ids) + len(tokens)
-        if most_tokens >= reply.max_tokens or not reply.stop_token_ids.isdisjoint(tokens):
+        # Cut the tokens where one ends the response.
+        most_tokens = len(response.token_ids) + len(tokens)
+        if most_tokens >= response.max_tokens or not response.stop_token_ids.isdisjoint(tokens):
             end = self._find_end(request, tokens)
             if end is not None:
                 tokens = tokens[: end.num_tokens]
@@ -678,7 +678,7 @@ class Engine:
                 is_text = end.is_text
 
         # Cut them where the grammar ends.
-        match = reply.match
+        match = response.match
         if match is not None:
             until_end = match.advance(tokens)
             if match.is_complete or match.is_stuck:
@@ -687,9 +687,9 @@ class Engine:
                 reason = "stop" if match.is_complete else "abort"
 
         # Append them. Their keys are in the pool, but for the last one's.
-        reply.token_ids += tokens
+        response.token_ids += tokens
         num_hidden = 0 if is_text else 1
-        reply.num_text_tokens = len(reply.token_ids) - num_hidden
+        response.num_text_tokens = len(response.token_ids) - num_hidden
         self.scheduler.mark_finite(request, request.num_to_compute)
         request.stats.last_token_at = now
         if request.stats.first_token_at == 0.0:
@@ -697,9 +697,9 @@ class Engine:
         return reason
 
     def _find_end(self, request: Request, tokens: list[int]) -> _End | None:
-        """Find the first of the new tokens that ends the reply; None if it goes on."""
+        """Find the first of the new tokens that ends the response; None if it goes on."""
         for num_tokens, token in enumerate(tokens, 1):
-            if token in request.reply.stop_token_ids:
+            if token in request.response.stop_token_ids:
                 return _End(num_tokens, "stop", is_text=False)
             if len(request.token_ids) + num_tokens >= request.params.max_tokens:
                 return _End(num_tokens, "length", is_text=True)
@@ -708,7 +708,7 @@ class Engine:
         return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request. If its reply has a stop text, the reply ends there."""
+        """End a request. If its response has a stop text, the response ends there."""
         self._updated[request] = None
         if request.sequence.slot >= 0:
             self.scheduler.cache_pages(request)
@@ -719,29 +719,29 @@ class Engine:
             self._index([request])
             del self._num_indexed[request]
             self.ngram.forget(request.number)
-        request.reply.finish_reason = reason
+        request.response.finish_reason = reason
         self.totals.num_finished[reason] += 1
 
     def _cut_at_stop_text(self, request: Request, reason: FinishReason) -> FinishReason:
-        """Remove the tokens of a reply after its stop text, if it has one, and count the others.
+        """Remove the tokens of a response after its stop text, if it has one, and count the others.
 
         Returns:
-            Why the reply has ended.
+            Why the response has ended.
         """
         stream = request.stream
-        reply = request.reply
+        response = request.response
         assert stream is not None
-        stream.decode(reply.token_ids, reply.num_text_tokens)
+        stream.decode(response.token_ids, response.num_text_tokens)
         kept = stream.num_kept
         if kept is not None:
-            del reply.token_ids[kept:]
-            reply.logprobs.cut(kept)
-            reply.num_text_tokens = kept
+            del response.token_ids[kept:]
+            response.logprobs.cut(kept)
+            response.num_text_tokens = kept
             reason = "stop"
         elif stream.failure:
             reason = "error"
         for new in request.stats.uncounted:
-            num_left = min(new.num_tokens, len(reply.token_ids) - new.start)
+            num_left = min(new.num_tokens, len(response.token_ids) - new.start)
             if num_left > 0:
                 self._count(request, new._replace(num_tokens=num_left))
         request.stats.uncounted.clear()

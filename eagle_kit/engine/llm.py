@@ -20,7 +20,7 @@ from eagle_kit.autotune.shapes import MOST_STEPS
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import RankLost, UserError, shown
-from eagle_kit.core.output import ReplyDelta, RequestOutput, TokenLogprobs
+from eagle_kit.core.output import RequestOutput, ResponseDelta, TokenLogprobs
 from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
@@ -145,7 +145,7 @@ class LLM:
         self._policy: ShapePolicy | ShapeTable | None = None
         self.draft_folder: Path | None = None
         self._numbers = itertools.count()
-        # The replies of one HTTP request have the same words, which are tokenised once.
+        # The responses of one HTTP request have the same words, which are tokenised once.
         self._bad_word_ids = lru_cache(maxsize=16)(bad_word_ids)
         self.memory_plan: MemoryPlan | None = None
         self.draft: DraftModel | None = None
@@ -414,7 +414,7 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """Most tokens of prompt and reply."""
+        """Most tokens of prompt and response."""
         return self.config.max_context
 
     def engine(self, shape: str | SpecShape | ShapeTable | None = None) -> Engine:
@@ -537,7 +537,7 @@ class LLM:
 
     @cached_property
     def renderer(self) -> ChatRenderer:
-        """Renders messages by the chat template, for requests and for the reading of replies. Raises
+        """Renders messages by the chat template, for requests and for the reading of responses. Raises
         UserError where there is no tokenizer."""
         return ChatRenderer(self._tokenizer_for_text())
 
@@ -567,12 +567,12 @@ class LLM:
                 of fields will do.
             shape: speculation shape of this call, several by batch size, or auto.
             progress: show a progress bar.
-            on_finish: called with (index of the prompt, output) when all replies to a prompt have finished.
+            on_finish: called with (index of the prompt, output) when all responses to a prompt have finished.
             fields: of :class:`~eagle_kit.core.sampling_params.SamplingParams`, in place of those of
                 ``sampling_params``.
 
         Returns:
-            An output for every prompt, in their order, also for a single one. A reply that met logits that
+            An output for every prompt, in their order, also for a single one. A response that met logits that
             are not finite, or whose text could not be made, has the finish reason ``"error"`` and what was
             before; the log says so.
 
@@ -623,11 +623,11 @@ class LLM:
         *,
         shape: str | SpecShape | ShapeTable | None = None,
         **fields: Any,
-    ) -> Generator[ReplyDelta, None, None]:
-        """Continue one text or several, and iterate over the additions to their replies as they come.
+    ) -> Generator[ResponseDelta, None, None]:
+        """Continue one text or several, and iterate over the additions to their responses as they come.
 
         The model serves nothing else until the iterator has ended; closing it, or leaving a loop over it,
-        ends the replies. The arguments are those of :meth:`generate`.
+        ends the responses. The arguments are those of :meth:`generate`.
 
         Raises:
             UserError: as :meth:`generate`, or ``prompt_logprobs`` are asked for.
@@ -643,7 +643,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         shape: str | SpecShape | ShapeTable | None = None,
         **fields: Any,
-    ) -> Generator[ReplyDelta, None, None]:
+    ) -> Generator[ResponseDelta, None, None]:
         """Answer one conversation or several, and iterate over the additions to the answers as they come; the
         arguments are those of :meth:`chat`, the rest is as in :meth:`stream`."""
         chats = [with_arguments(each, tools, chat_template_kwargs) for each in read_chats(conversations)]
@@ -667,7 +667,7 @@ class LLM:
             shape: speculation shape; default the draft's, :attr:`default_shape`, in every cycle.
 
         Returns:
-            The sum over all replies, with ``accept_length``.
+            The sum over all responses, with ``accept_length``.
 
         Raises:
             UserError: there is no draft; and as :meth:`chat`.
@@ -679,10 +679,10 @@ class LLM:
         prompts = conversations if isinstance(conversations, list | tuple) else [conversations]
         are_texts = all(isinstance(prompt, str) for prompt in prompts)
         continues = are_texts and not has_chat_template(self._tokenizer_for_text())
-        reply_to = self.generate if continues else self.chat
-        for output in reply_to(conversations, sampling_params, shape=used, **fields):
-            for reply in output.outputs:
-                total.add(reply.stats)
+        response_to = self.generate if continues else self.chat
+        for output in response_to(conversations, sampling_params, shape=used, **fields):
+            for response in output.outputs:
+                total.add(response.stats)
         return total
 
     def hidden_states(self, texts: Any, layers: Sequence[int] = ()) -> list[TextStates]:
@@ -713,51 +713,51 @@ class LLM:
         return found
 
     def _read_texts(self, prompts: Any, sampling_params: Any, fields: dict[str, Any]) -> list[list[Request]]:
-        """Requests of the replies to each text."""
+        """Requests of the responses to each text."""
         texts = read_texts(prompts)
         params = _params_of_each(len(texts), sampling_params, fields)
         ids_of_each = [self.tokenize(text) for text in texts]
         _check_each(ids_of_each, self._allocated().check_tokens)
 
-        # A reply is decoded behind the end of its prompt, whose last tokens may begin a character.
+        # A response is decoded behind the end of its prompt, whose last tokens may begin a character.
         asked = []
         for text, ids, given in zip(texts, ids_of_each, params, strict=True):
             context = TextContext()
             if self.tokenizer is not None:
                 context = text_context(self.tokenizer, ids, is_text=isinstance(text, str))
-            replies = self._replies(ids, given, context)
-            for request in replies:
+            responses = self._responses(ids, given, context)
+            for request in responses:
                 request.prompt = text if isinstance(text, str) else None
-            asked.append(replies)
+            asked.append(responses)
         return asked
 
     def _read_chats(
         self, conversations: Sequence[Conversation], sampling_params: Any, fields: dict[str, Any]
     ) -> list[list[Request]]:
-        """Requests of the replies to each conversation."""
+        """Requests of the responses to each conversation."""
         params = _params_of_each(len(conversations), sampling_params, fields)
         ids_of_each = [self.tokenize_chat(conversation) for conversation in conversations]
         _check_each(ids_of_each, self._allocated().check_tokens)
         asked = []
         for ids, given in zip(ids_of_each, params, strict=True):
-            asked.append(self._replies(ids, given, TextContext()))
+            asked.append(self._responses(ids, given, TextContext()))
         return asked
 
-    def _replies(self, ids: list[int], params: SamplingParams, context: TextContext) -> list[Request]:
-        """Requests of the ``n`` replies to a prompt."""
-        return [self.make_request(ids, params.of_reply(i), context=context) for i in range(params.n)]
+    def _responses(self, ids: list[int], params: SamplingParams, context: TextContext) -> list[Request]:
+        """Requests of the ``n`` responses to a prompt."""
+        return [self.make_request(ids, params.of_response(i), context=context) for i in range(params.n)]
 
     def _check_call(
         self, asked: list[list[Request]], shape: str | SpecShape | ShapeTable | None
     ) -> list[Request]:
-        """Check the replies to every prompt of a call, and return them all."""
-        requests = [request for replies in asked for request in replies]
+        """Check the responses to every prompt of a call, and return them all."""
+        requests = [request for responses in asked for request in responses]
         for request in requests:
             request.group = requests[0].number
 
-        # The shapes decide whether a reply fits the pool.
+        # The shapes decide whether a response fits the pool.
         engine = self._idle_engine(shape)
-        _check_each([replies[0] for replies in asked], engine.check_request)
+        _check_each([responses[0] for responses in asked], engine.check_request)
         return requests
 
     def _idle_engine(self, shape: str | SpecShape | ShapeTable | None) -> Engine:
@@ -778,7 +778,7 @@ class LLM:
             for request in requests:
                 engine.add_request(request)
             while engine.has_work:
-                with out_of_memory("computing replies", NEED_LESS):
+                with out_of_memory("computing responses", NEED_LESS):
                     updated = engine.step()
                 for request in updated:
                     if request.has_stops:
@@ -803,11 +803,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Serve the requests of every prompt to their ends."""
         requests = self._check_call(asked, shape)
-        prompt_logprobs = [self._prompt_logprobs(replies[0]) for replies in asked]
+        prompt_logprobs = [self._prompt_logprobs(responses[0]) for responses in asked]
 
-        # Of each request its prompt, and of each prompt the replies that have not finished.
-        prompt_of = {request: at for at, replies in enumerate(asked) for request in replies}
-        num_open = [len(replies) for replies in asked]
+        # Of each request its prompt, and of each prompt the responses that have not finished.
+        prompt_of = {request: at for at, responses in enumerate(asked) for request in responses}
+        num_open = [len(responses) for responses in asked]
         bar = _progress_bar(len(requests)) if progress else None
         try:
             with closing(self._serve(requests, shape)) as updates:
@@ -838,9 +838,9 @@ class LLM:
 
     def _stream(
         self, asked: list[list[Request]], shape: str | SpecShape | ShapeTable | None
-    ) -> Generator[ReplyDelta, None, None]:
-        """Check the requests of every prompt, and iterate over what is added to their replies."""
-        if any(replies[0].params.prompt_logprobs is not None for replies in asked):
+    ) -> Generator[ResponseDelta, None, None]:
+        """Check the requests of every prompt, and iterate over what is added to their responses."""
+        if any(responses[0].params.prompt_logprobs is not None for responses in asked):
             raise UserError("A stream has no log-probabilities of the prompt.", "Use generate or chat.")
         requests = self._check_call(asked, shape)
         return self._deltas(requests, asked, shape)
@@ -850,11 +850,11 @@ class LLM:
         requests: list[Request],
         asked: list[list[Request]],
         shape: str | SpecShape | ShapeTable | None,
-    ) -> Generator[ReplyDelta, None, None]:
-        """Serve requests, and iterate over what is added to their replies."""
+    ) -> Generator[ResponseDelta, None, None]:
+        """Serve requests, and iterate over what is added to their responses."""
         place = {}
-        for at, replies in enumerate(asked):
-            for number, request in enumerate(replies):
+        for at, responses in enumerate(asked):
+            for number, request in enumerate(responses):
                 place[request] = at, number
         num_chars = dict.fromkeys(requests, 0)
         num_tokens = dict.fromkeys(requests, 0)
@@ -862,7 +862,7 @@ class LLM:
             for request in updates:
                 text = request.decode_text()
                 token_ids = list(request.token_ids)
-                yield ReplyDelta(
+                yield ResponseDelta(
                     *place[request],
                     text=text[num_chars[request] :],
                     token_ids=token_ids[num_tokens[request] :],
@@ -906,7 +906,7 @@ class LLM:
     def record_drafts(
         self, requests: Sequence[Request], shape: SpecShape, on_finish: Callable[[], None]
     ) -> DraftRecording:
-        """Record what the draft proposes at every position of the replies to ``requests``
+        """Record what the draft proposes at every position of the responses to ``requests``
         (:func:`~eagle_kit.engine.calibrate.record_drafts.record_drafts`, which has the arguments)."""
         engine = self._allocated()
         assert engine.draft is not None
@@ -980,9 +980,11 @@ def _named(draft: Any) -> Any:
     return draft.path if isinstance(draft, DraftFolder) else draft
 
 
-def _output(replies: Sequence[Request], prompt_logprobs: list[TokenLogprobs | None] | None) -> RequestOutput:
-    """Output of a prompt: its first reply, with the others."""
-    outputs = [request.output() for request in replies]
+def _output(
+    responses: Sequence[Request], prompt_logprobs: list[TokenLogprobs | None] | None
+) -> RequestOutput:
+    """Output of a prompt: its first response, with the others."""
+    outputs = [request.output() for request in responses]
     for index, output in enumerate(outputs):
         output.index = index
         output.prompt_logprobs = prompt_logprobs
@@ -993,4 +995,4 @@ def _output(replies: Sequence[Request], prompt_logprobs: list[TokenLogprobs | No
 def _progress_bar(total: int) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="reply", dynamic_ncols=True)
+    return tqdm(total=total, unit="response", dynamic_ncols=True)

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from eagle_kit.core.output import FinishReason, ReplyLogprobs, RequestOutput
+from eagle_kit.core.output import FinishReason, RequestOutput, ResponseLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class UncountedTokens(NamedTuple):
-    """New tokens of a reply that are in no statistics yet, because a stop text may still remove them.
+    """New tokens of a response that are in no statistics yet, because a stop text may still remove them.
 
     Attributes:
-        start: position of the first of them in the reply.
-        num_tokens: tokens that were appended to the reply.
-        num_emitted: tokens that the cycle emitted; those behind the end of the reply were not appended.
+        start: position of the first of them in the response.
+        num_tokens: tokens that were appended to the response.
+        num_emitted: tokens that the cycle emitted; those behind the end of the response were not appended.
         shape: of the cycle.
         num_draft_tokens: draft tokens that the cycle verified; None for the first token, which comes from
             prefill.
@@ -37,23 +37,24 @@ class UncountedTokens(NamedTuple):
 
 
 @dataclass(eq=False)
-class ReplyState:
-    """The reply so far, and what can end it. Owner: ``engine.py``.
+class ResponseState:
+    """The response so far, and what can end it. Owner: ``engine.py``.
 
     Attributes:
-        token_ids: tokens of the reply. While stop texts are looked for, the last ones may be removed again.
-        num_text_tokens: tokens of the reply that are text: all but a token that ended the reply.
+        token_ids: tokens of the response. While stop texts are looked for, the last ones may be removed
+            again.
+        num_text_tokens: tokens of the response that are text: all but a token that ended the response.
         logprobs: one entry per token where log-probabilities were asked for.
-        finish_reason: set once, when the reply has ended.
-        stop_token_ids: tokens that end the reply.
-        max_tokens: most tokens that the reply may have, by the parameters and the context.
+        finish_reason: set once, when the response has ended.
+        stop_token_ids: tokens that end the response.
+        max_tokens: most tokens that the response may have, by the parameters and the context.
         seed: of the request's random numbers; ``params.seed``, or drawn when the request is added.
         match: state of the request's grammar and of its forbidden words; None without any.
     """
 
     token_ids: list[int] = field(default_factory=list)
     num_text_tokens: int = 0
-    logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
+    logprobs: ResponseLogprobs = field(default_factory=ResponseLogprobs)
     finish_reason: FinishReason | None = None
     stop_token_ids: frozenset[int] = frozenset()
     max_tokens: int = 0
@@ -163,7 +164,7 @@ class Request:
             there is no tokenizer or there are no such words.
         prompt: text of the prompt as it was given; None where it was no text.
         arrived_at: ``time.perf_counter()`` seconds.
-        reply: tokens of the reply, and what can end it.
+        response: tokens of the response, and what can end it.
         sequence: place in the batch and in the key-value pool.
         on_device: what the device has of it.
         turn: state in the scheduler's deficit round robin.
@@ -180,7 +181,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] | None = None
     prompt: str | None = None
     arrived_at: float = field(default_factory=time.perf_counter)
-    reply: ReplyState = field(default_factory=ReplyState, init=False)
+    response: ResponseState = field(default_factory=ResponseState, init=False)
     sequence: SequenceState = field(default_factory=SequenceState, init=False)
     on_device: DeviceState = field(default_factory=DeviceState, init=False)
     turn: TurnState = field(default_factory=TurnState, init=False)
@@ -192,13 +193,13 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of the reply so far."""
-        return self.reply.token_ids
+        """Tokens of the response so far."""
+        return self.response.token_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the reply has ended by its tokens; None before the end."""
-        return self.reply.finish_reason
+        """Why the response has ended by its tokens; None before the end."""
+        return self.response.finish_reason
 
     @property
     def reason(self) -> str | None:
@@ -209,18 +210,18 @@ class Request:
 
     @property
     def has_stops(self) -> bool:
-        """True if a text may end the reply."""
+        """True if a text may end the response."""
         return self.stream is not None and self.stream.has_stops
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and reply together."""
-        return len(self.prompt_ids) + len(self.reply.token_ids)
+        """Prompt and response together."""
+        return len(self.prompt_ids) + len(self.response.token_ids)
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens that prefill computes: all but the last of the reply, which is the next window's root."""
-        token_ids = self.reply.token_ids
+        """Tokens that prefill computes: all but the last of the response, which is the next window's root."""
+        token_ids = self.response.token_ids
         if not token_ids:
             return len(self.prompt_ids)
         return len(self.prompt_ids) + len(token_ids) - 1
@@ -236,19 +237,21 @@ class Request:
         return max(0, self.sequence.num_finite - self.on_device.num_pending_draft_tokens)
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Tokens start..stop-1 of prompt and reply."""
+        """Tokens start..stop-1 of prompt and response."""
         num_prompt = len(self.prompt_ids)
         if stop <= num_prompt:
             return self.prompt_ids[start:stop]
-        return self.prompt_ids[start:] + self.reply.token_ids[max(0, start - num_prompt) : stop - num_prompt]
+        return (
+            self.prompt_ids[start:] + self.response.token_ids[max(0, start - num_prompt) : stop - num_prompt]
+        )
 
     def decode_text(self) -> str:
-        """Decode the reply's new tokens, and return its text without what is held back until the end. Any
+        """Decode the response's new tokens, and return its text without what is held back until the end. Any
         thread may call it while another one steps the engine."""
         if self.stream is None:
             return ""
-        has_ended = self.reply.finish_reason is not None  # before its last tokens are decoded
-        self.stream.decode(self.reply.token_ids, self.reply.num_text_tokens)
+        has_ended = self.response.finish_reason is not None  # before its last tokens are decoded
+        self.stream.decode(self.response.token_ids, self.response.num_text_tokens)
         if has_ended:
             self.stream.finish()
         return self.stream.text
@@ -265,7 +268,7 @@ class Request:
             finish_reason=self.reason or "",
             stats=stats.spec,
             shapes=stats.shapes,
-            logprobs=list(self.reply.logprobs),
+            logprobs=list(self.response.logprobs),
             num_cached_tokens=stats.num_cached_tokens,
             prefill_s=prefill_s,
             decode_s=stats.last_token_at - stats.first_token_at,

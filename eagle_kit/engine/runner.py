@@ -435,7 +435,7 @@ class Runner:
         # Sampling parameters, and the tokens that grammars allow.
         kind = self._kind(requests)
         sampling = self._sampling.of_requests(requests, None if kind is None else kind.level)
-        matches = [request.reply.match for request in requests]
+        matches = [request.response.match for request in requests]
         allowed = None
         if any(matches):
             allowed = unpacked(self._allowed_bits(matches, tree), self.vocab_size)
@@ -545,8 +545,8 @@ class Runner:
         kind = self._kind(requests)
         sampling = self._sampling.of_cycle(requests, padding, None if kind is None else kind.level)
         matches = None
-        if any(request.reply.match is not None for request in requests):
-            matches = [*(request.reply.match for request in requests), *[None] * padding]
+        if any(request.response.match is not None for request in requests):
+            matches = [*(request.response.match for request in requests), *[None] * padding]
         num_logprobs = self._num_logprobs(requests, kind)
         wants_logprobs = any(request.params.logprobs is not None for request in requests)
 

@@ -39,7 +39,7 @@ class SamplingTables:
             The parameters; None if all requests are greedy without penalties and biases.
         """
         params = [request.params for request in requests] + [SamplingParams()] * padding
-        seeds = [request.reply.seed for request in requests] + [0] * padding
+        seeds = [request.response.seed for request in requests] + [0] * padding
         return self._without_tables(params, seeds, level)
 
     def of_requests(self, requests: Sequence[Request], level: Level | None = None) -> SamplingBatch | None:
@@ -48,7 +48,7 @@ class SamplingTables:
         if level_of(params) == Level.GREEDY:
             return None
         prompts = [request.prompt_ids for request in requests]
-        seeds = [request.reply.seed for request in requests]
+        seeds = [request.response.seed for request in requests]
         made = make_sampling_batch(params, prompts, seeds, self.vocab_size, self.device)
         return made if level is None or level < Level.FILTERED else self._with_filters(made)
 

@@ -11,7 +11,7 @@ Order of admission:
 * A preempted request waits again. Its tokens stay in the prefix cache, so that little is computed
   twice.
 
-A group without a slot does not wait for the end of other replies. It takes a slot, or missing
+A group without a slot does not wait for the end of other responses. It takes a slot, or missing
 pages, from
 
 * a group that has several slots, whatever its priority;
@@ -20,7 +20,7 @@ pages, from
   admission;
 * with a prefix cache and for a first token: a longer prompt that has had its own quantum.
 
-The quantum of a reply is :data:`QUANTUM_TOKENS` tokens. For a first token
+The quantum of a response is :data:`QUANTUM_TOKENS` tokens. For a first token
 :data:`SHORT_QUANTUM_TOKENS` are enough where there is a prefix cache. The quantum of a prompt is
 :data:`QUANTUM_CHUNKS` chunks. With recurrent layers a quantum is longer, because the tokens behind
 the last snapshot of a state are computed again.
@@ -45,7 +45,7 @@ Work of a step:
 * A prompt that fits into two steps' tokens is computed to its end at once, even beyond these tokens.
 * A long prompt saves its share of several steps as a deficit until a chunk is worth reading the
   weights and the tokens before it.
-* A long reply skips cycles, and saves its share of them as a deficit, until the deficit pays for a
+* A long response skips cycles, and saves its share of them as a deficit, until the deficit pays for a
   cycle. Skipped cycles count as tokens of a quantum.
 """
 
@@ -60,19 +60,19 @@ from eagle_kit.engine.request import DeviceState, Request, SequenceState
 from eagle_kit.kv.page_pool import PagePool, RadixNode
 
 QUANTUM_TOKENS = 32
-"""Tokens of a reply in a quantum. With a prefix cache each further quantum costs about a page of
+"""Tokens of a response in a quantum. With a prefix cache each further quantum costs about a page of
 prefill, 2 % of the time of 32 tokens."""
 SHORT_QUANTUM_TOKENS = 8
 """Tokens of a quantum that ends for a request without a token."""
 MOST_RECOMPUTED = 2
 """Most tokens that are computed again for one token of a quantum: prompts are faster than
-replies."""
+responses."""
 MOST_QUANTUM_TOKENS = 512
 """Most tokens of a quantum, whatever has to be computed again."""
 QUANTUM_CHUNKS = 4
-"""Quantum of a prompt, in chunks of the size that is computed beside the replies of others."""
+"""Quantum of a prompt, in chunks of the size that is computed beside the responses of others."""
 DRAFTED_SHARE = 0.6
-"""Time of a token of a reply that decodes alone with drafts, over the time of a plain cycle. A share
+"""Time of a token of a response that decodes alone with drafts, over the time of a plain cycle. A share
 of a group is what a token would cost the group if it were alone, so with a draft it is this part of
 a plain cycle, also where the cycles that many groups share are plain."""
 
@@ -411,7 +411,7 @@ class Scheduler:
             return False
         if self._num_slots_of[request.group]:
             return len(self._num_slots_of) > 1
-        if request.reply.token_ids or request.num_to_compute <= self._prompt_quantum:
+        if request.response.token_ids or request.num_to_compute <= self._prompt_quantum:
             return False
         if not self._long_prompts():
             return False
@@ -427,7 +427,7 @@ class Scheduler:
         """Find the cached pages of a shard that a waiting request begins with, by what was found
         before."""
         stop = request.num_to_compute - 1
-        tokens = request.tokens(0, stop) if request.reply.token_ids else request.prompt_ids
+        tokens = request.tokens(0, stop) if request.response.token_ids else request.prompt_ids
         known = request.turn.cached_nodes.get(shard, ())
         found = self.page_pool.match(tokens, stop, known, shard=shard, salt=request.params.cache_salt)
         request.turn.cached_nodes[shard] = found
@@ -575,7 +575,7 @@ class Scheduler:
         # A long queue usually ends here: nobody is a quantum ahead, and each group has one slot.
         most_ahead = progress(dispensable[0]) - progress(request)
         most_slots = max(self._num_slots_of.values())
-        if most_ahead < QUANTUM_TOKENS and most_slots == 1 and request.reply.token_ids:
+        if most_ahead < QUANTUM_TOKENS and most_slots == 1 and request.response.token_ids:
             return []
 
         # A long prompt takes no slot from another.
@@ -608,18 +608,18 @@ class Scheduler:
         if other in behind:
             return True
 
-        # A reply that is ahead gives way after its quantum.
+        # A response that is ahead gives way after its quantum.
         num_ahead = progress(other) - progress(request)
-        quantum = QUANTUM_TOKENS if request.reply.token_ids else self._short_quantum
+        quantum = QUANTUM_TOKENS if request.response.token_ids else self._short_quantum
         if num_ahead >= QUANTUM_TOKENS and self._has_had_quantum(other, quantum):
             return True
 
         # A longer prompt gives way to a first token after its quantum.
         is_longer = _num_left(other) - request.num_to_compute > self._prompt_quantum
-        return is_longer and not request.reply.token_ids and self._has_had_prompt_quantum(other)
+        return is_longer and not request.response.token_ids and self._has_had_prompt_quantum(other)
 
     def _has_had_quantum(self, request: Request, num_tokens: int) -> bool:
-        """Return True if a reply has had a quantum of ``num_tokens`` since its admission.
+        """Return True if a response has had a quantum of ``num_tokens`` since its admission.
 
         With recurrent layers the tokens behind the last snapshot are computed again after a
         preemption. All tokens are, if the snapshot may be evicted. The quantum is longer in
@@ -833,8 +833,8 @@ class Scheduler:
 
 
 def progress(request: Request) -> int:
-    """Tokens of the reply and cycles that the request skipped: a quantum counts both."""
-    return len(request.reply.token_ids) + request.turn.num_skipped
+    """Tokens of the response and cycles that the request skipped: a quantum counts both."""
+    return len(request.response.token_ids) + request.turn.num_skipped
 
 
 def _num_left(request: Request) -> int:

@@ -28,7 +28,7 @@ class AdjustmentTables(NamedTuple):
     Rows of requests without penalties and biases are 0. Their counts may grow, which no penalty reads.
 
     Attributes:
-        counts: int32 ``[M + 1, V]``, how often each token occurs in the reply.
+        counts: int32 ``[M + 1, V]``, how often each token occurs in the response.
         bias: fp32 ``[M + 1, V]``, what is added to the logits.
         prompt_mask: bool ``[M + 1, V]``, True for tokens of the prompt.
     """
@@ -271,7 +271,7 @@ class Slots:
         prompt_mask[slot] = False
         prompt_mask[slot].index_fill_(0, to_device(request.prompt_ids, root.device), True)
 
-        # Count the tokens of the reply: those before a preemption, or the first one.
+        # Count the tokens of the response: those before a preemption, or the first one.
         counts[slot] = 0
         known = to_device(request.token_ids, root.device) if request.token_ids else root
         counts[slot].index_add_(0, known, torch.ones_like(known, dtype=torch.int32))

@@ -3,9 +3,9 @@
 Two things are held back: the end of a text that may be the first bytes of a character (it decodes to U+FFFD),
 and the beginning of a stop text. Both are released by :meth:`TextStream.finish` when nothing follows.
 
-``tokenizers.decoders.DecodeStream`` is not used: it cannot release what it holds back at the end of a reply,
-it raises when a run of byte tokens turns out to be ill-formed, and it decodes an ever longer window while the
-text ends in ill-formed bytes, which sampling at a high temperature does produce.
+``tokenizers.decoders.DecodeStream`` is not used: it cannot release what it holds back at the end of a
+response, it raises when a run of byte tokens turns out to be ill-formed, and it decodes an ever longer window
+while the text ends in ill-formed bytes, which sampling at a high temperature does produce.
 """
 
 import logging
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from eagle_kit.data.chat.reply.parts import len_of_beginning
+from eagle_kit.data.chat.response.parts import len_of_beginning
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_IDS = 32
@@ -22,17 +22,17 @@ MAX_HELD_IDS = 32
 MAX_UNFINISHED_IDS = 3
 """Last tokens of a text that may be the beginning of a character."""
 MIN_CONTEXT_IDS = 8
-"""Tokens of a prompt that a reply is decoded behind, where these have a text."""
+"""Tokens of a prompt that a response is decoded behind, where these have a text."""
 MAX_ILL_FORMED_IDS = 64
 """Tokens of a prompt that are searched for the beginning of a character."""
 
 
 class TextContext(NamedTuple):
-    """End of a prompt that the text of a reply continues.
+    """End of a prompt that the text of a response continues.
 
     Attributes:
-        token_ids: last tokens of the prompt that have a text of their own; it comes before the reply's.
-        unfinished: the tokens after them, which begin a character; it is part of the reply's text.
+        token_ids: last tokens of the prompt that have a text of their own; it comes before the response's.
+        unfinished: the tokens after them, which begin a character; it is part of the response's text.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ class TextContext(NamedTuple):
 def text_context(
     tokenizer: Any, prompt_ids: Sequence[int], *, is_text: bool, skip_special_tokens: bool = True
 ) -> TextContext:
-    """Select the end of a prompt that a reply has to be decoded behind.
+    """Select the end of a prompt that a response has to be decoded behind.
 
     Args:
         tokenizer: see :class:`Detokenizer`.
@@ -253,21 +253,21 @@ class Detokenizer:
 
 
 class TextStream:
-    """Text of one reply while its tokens arrive.
+    """Text of one response while its tokens arrive.
 
-    Of several stop texts the one that is complete first ends the reply, of two that are complete at the same
-    character the one that began first; so the text does not depend on how it was cut into tokens.
+    Of several stop texts the one that is complete first ends the response, of two that are complete at the
+    same character the one that began first; so the text does not depend on how it was cut into tokens.
 
     Args:
         tokenizer: see :class:`Detokenizer`.
-        stop: texts that end the reply, none of them empty.
+        stop: texts that end the response, none of them empty.
         included_special_tokens: see :class:`Detokenizer`.
         context: see :class:`Detokenizer`.
 
     Attributes:
         text: final text so far; it only grows.
         stopped: whether a stop text was completed.
-        num_decoded: tokens of the reply that :meth:`decode` has taken.
+        num_decoded: tokens of the response that :meth:`decode` has taken.
         num_kept: tokens up to the one that completed a stop text; None where none did.
         failure: what the tokenizer raised in :meth:`decode` or :meth:`finish`, after which the text ends.
     """
@@ -279,7 +279,7 @@ class TextStream:
         included_special_tokens: frozenset[int] = frozenset(),
         context: TextContext = TextContext(),  # noqa: B008
     ) -> None:
-        assert all(stop), "an empty stop text would end every reply"
+        assert all(stop), "an empty stop text would end every response"
         self.text = ""
         self.stopped = False
         self.num_decoded = 0
@@ -292,11 +292,11 @@ class TextStream:
 
     @property
     def has_stops(self) -> bool:
-        """True if a text may end the reply."""
+        """True if a text may end the response."""
         return bool(self._stop)
 
     def decode(self, token_ids: Sequence[int], count: int) -> None:
-        """Append the text of those of the first ``count`` tokens of a reply that were not decoded yet. Any
+        """Append the text of those of the first ``count`` tokens of a response that were not decoded yet. Any
         thread may call it: what one has decoded, another does not decode again."""
         with self._lock, self._failures():
             new = () if self.stopped or self.failure else token_ids[self.num_decoded : count]
@@ -314,7 +314,7 @@ class TextStream:
             None, or how many of these tokens are kept when they complete a stop text: those up to the token
             that completes it. The stop text and what follows it are no part of :attr:`text`.
         """
-        assert not self.stopped, "the reply has ended"
+        assert not self.stopped, "the response has ended"
         if not self._stop:
             self.text += self._detokenizer.push(token_ids)
             return None
@@ -332,13 +332,13 @@ class TextStream:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Keep what the tokenizer raises, a panic of its Rust included: it concerns this reply alone."""
+        """Keep what the tokenizer raises, a panic of its Rust included: it concerns this response alone."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            logging.getLogger(__name__).error("The text of a reply could not be made.", exc_info=error)
+            logging.getLogger(__name__).error("The text of a response could not be made.", exc_info=error)
             self.failure = error
 
     def _append_text(self, new: str) -> bool:

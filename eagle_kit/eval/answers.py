@@ -38,7 +38,7 @@ PLAIN = Setting(None, "none")
 
 @dataclass
 class Answer:
-    """One reply of one setting.
+    """One response of one setting.
 
     Attributes:
         task: name of the prompt's task.
@@ -48,7 +48,7 @@ class Answer:
         draft: name of the draft; None for plain decoding.
         shape: speculation shape of the setting.
         num_prompt_tokens: length of the prompt with template and earlier turns.
-        token_ids: of the reply.
+        token_ids: of the response.
         finish_reason: as in ``RequestOutput``.
         stats: as in ``RequestOutput``.
         prefill_s: seconds to the first token.
@@ -57,7 +57,7 @@ class Answer:
         identical: True when the tokens equal the plain ones; None for plain itself.
         difference: fields of :class:`~eagle_kit.eval.identity.Difference`; None where there is
             none.
-        text: of the reply.
+        text: of the response.
     """
 
     task: str

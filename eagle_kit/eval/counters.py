@@ -4,9 +4,9 @@ Accept length is tokens emitted per verify, the bonus token included (:mod:`eagl
 are of the whole server, other clients included.
 
 * Ours and vLLM's have the same names, and give the accept length as ``1 + accepted / drafts``. This
-  counts a bonus token even where a reply ended before it, so it is a little above the figure of the
-  replies (``return_speculation``) when they are short.
-* SGLang (0.5) counts no accepted tokens. Its accept length is the tokens of replies but the first
+  counts a bonus token even where a response ended before it, so it is a little above the figure of the
+  responses (``return_speculation``) when they are short.
+* SGLang (0.5) counts no accepted tokens. Its accept length is the tokens of responses but the first
   of each, which prefill emits, per ``spec_verify_calls_total``. Its gauge ``spec_accept_length`` is
   of the last interval of its log.
 """
@@ -166,7 +166,7 @@ def difference(before: Snapshot, after: Snapshot) -> dict[str, Any]:
             count = after.accepted_at[depth] - before.accepted_at.get(depth, 0.0)
             figures[f"accepted at depth {depth + 1}"] = count / drafts
     elif verify_calls:
-        # SGLang's. The first token of each reply comes from prefill.
+        # SGLang's. The first token of each response comes from prefill.
         emitted = figures.get("generation_tokens", 0) - round(between(REQUESTS))
         figures["verifies"] = verify_calls
         figures["accept length"] = emitted / verify_calls

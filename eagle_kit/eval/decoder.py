@@ -112,11 +112,11 @@ class Decoder:
         self, engines: Engines, batch: PromptBatch, runs: Sequence[Setting], bar: Any
     ) -> dict[Setting, list[RequestOutput]]:
         """Decode a batch with every setting, in the order of ``runs``."""
-        # Later turns follow plain decoding's replies to the earlier ones, in every setting.
+        # Later turns follow plain decoding's responses to the earlier ones, in every setting.
         prompts = []
         for prompt in batch.prompts:
-            replies = [self._plain_reply(batch.task, prompt, turn) for turn in range(batch.turn)]
-            prompts.append(prompt.given(replies))
+            responses = [self._plain_response(batch.task, prompt, turn) for turn in range(batch.turn)]
+            prompts.append(prompt.given(responses))
 
         outputs = {}
         for run in runs:
@@ -137,7 +137,7 @@ class Decoder:
         """Turn outputs into records, each compared with the plain one."""
         answers = []
         for run in self.runs:
-            # Replies share the seconds of their batch by their decoded tokens.
+            # Responses share the seconds of their batch by their decoded tokens.
             seconds = batch_decode_seconds(outputs[run])
             num_batch_tokens = sum(_num_decoded(output) for output in outputs[run])
             for prompt, output, plain in zip(batch.prompts, outputs[run], outputs[PLAIN], strict=True):
@@ -165,7 +165,7 @@ class Decoder:
                 answers.append(answer)
         return answers
 
-    def _plain_reply(self, task: Task, prompt: EvalPrompt, turn: int) -> str:
+    def _plain_response(self, task: Task, prompt: EvalPrompt, turn: int) -> str:
         group = self.store.get((task.name, prompt.id, turn))
         assert group is not None, "turns are decoded in order"
         return group[PLAIN].text

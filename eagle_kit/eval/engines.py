@@ -98,7 +98,7 @@ def check_prompts(engine: EvalEngine, tasks: Sequence[Task]) -> None:
     """Refuse prompts that cannot be decoded, before anything is.
 
     Raises:
-        UserError: a first turn that leaves no room for a reply, or turns without a chat template.
+        UserError: a first turn that leaves no room for a response, or turns without a chat template.
     """
     needs_template = not has_chat_template(engine.tokenizer)
     for task in tasks:

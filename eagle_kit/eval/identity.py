@@ -14,7 +14,7 @@ class Difference:
     """The first token at which an answer leaves the plain greedy one.
 
     Attributes:
-        position: index in the reply, 0 for its first token.
+        position: index in the response, 0 for its first token.
         plain_token: token id of the plain answer there; None where that answer has ended.
         token: token id of the other answer there; None where that answer has ended.
         plain_text: the plain token as text.
@@ -62,7 +62,7 @@ def compare_outputs(engine: Any, plain: RequestOutput, other: RequestOutput) -> 
 
 
 def _token_at(output: RequestOutput, position: int) -> int | None:
-    """Token of a reply; None after its end."""
+    """Token of a response; None after its end."""
     return output.token_ids[position] if position < len(output.token_ids) else None
 
 
@@ -72,7 +72,7 @@ def describe(record: dict[str, Any]) -> str:
     gap = "" if found["logit_gap"] is None else f" (logit gap {found['logit_gap']:.3g})"
     return (
         f"{record['task']} {record['id']}, turn {record['turn'] + 1}, {record['draft']} {record['shape']}: "
-        f"token {found['position']} of the reply is {_shown(found['token'], found['text'])}, "
+        f"token {found['position']} of the response is {_shown(found['token'], found['text'])}, "
         f"plain decoding has {_shown(found['plain_token'], found['plain_text'])}{gap}."
     )
 

@@ -27,7 +27,7 @@ def report(summary: dict[str, Any]) -> str:
     """Text to print after a run: its setup, the tables, the identity check, the files."""
     settings = summary["settings"]
     head = (
-        f"{setup(summary)}; greedy, up to {settings['max_tokens']} tokens a reply, "
+        f"{setup(summary)}; greedy, up to {settings['max_tokens']} tokens a response, "
         f"batch {settings['batch_size']}"
     )
     lines = [head, "", table(summary), ""]
@@ -124,7 +124,7 @@ def plot(summary: dict[str, Any], folder: Path) -> Path | None:
             colours,
             "speedup",
             title="Speed-up",
-            across="median over replies of tokens/s over plain (line at 1)",
+            across="median over responses of tokens/s over plain (line at 1)",
         ),
     ]
     batch = f"greedy, batch {summary['settings']['batch_size']}, {summary['num_prompts']} prompts"

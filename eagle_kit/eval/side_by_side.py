@@ -14,8 +14,8 @@ from eagle_kit.engine.calibrate.cycle_timing import prefill
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.request import Request
 
-WHOLE_REPLY = 1 << 30
-"""Cycles that are enough for any reply."""
+WHOLE_RESPONSE = 1 << 30
+"""Cycles that are enough for any response."""
 
 
 class Decoded(NamedTuple):
@@ -67,7 +67,7 @@ class _Lane:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all replies so far."""
+        """Tokens of all responses so far."""
         return sum(len(request.token_ids) for request in self.requests)
 
     @property
@@ -111,7 +111,7 @@ def decode_side_by_side(
     """Decode one batch of prompts with several engines, each in the shapes that it was made with.
 
     On a CPU the engine that has emitted the fewest tokens runs the next cycle. On a GPU, whose host
-    runs ahead of it, each decodes its replies as a whole.
+    runs ahead of it, each decodes its responses as a whole.
 
     Args:
         counts_recording: also count cycles that make a recording.
@@ -120,7 +120,7 @@ def decode_side_by_side(
             others in its place.
     """
     on_gpu = any(llm.target.embed_tokens.weight.is_cuda for llm in llms.values())
-    num_cycles = WHOLE_REPLY if on_gpu else 1
+    num_cycles = WHOLE_RESPONSE if on_gpu else 1
     lanes: dict[str, _Lane] = {}
     try:
         for name, llm in llms.items():

@@ -1,7 +1,7 @@
 """Speed and acceptance of a draft by batch size and shape, beside plain decoding: ``eagle-kit bench``.
 
-``eagle-kit eval`` measures whole replies over tasks and compares texts; this times short rounds in which all
-settings decode the same prompts, a cycle of one after a cycle of another.
+``eagle-kit eval`` measures whole responses over tasks and compares texts; this times short rounds in which
+all settings decode the same prompts, a cycle of one after a cycle of another.
 """
 
 import random
@@ -37,7 +37,7 @@ class SpeedOptions:
         batch_sizes: prompts decoded together.
         shapes: speculation shapes; ``auto`` lets the engine choose.
         rounds: number of rounds of every batch size, each with prompts of its own.
-        max_tokens: tokens of a reply; a reply does not end at its end token.
+        max_tokens: tokens of a response; a response does not end at its end token.
         seed: seed of the order of prompts.
     """
 
@@ -77,7 +77,7 @@ def measure(target: str, draft: str, engine: EngineConfig, options: SpeedOptions
     """Measure, print a table, and write the figures to ``out``; returns the exit code 0.
 
     Raises:
-        UserError: a model or task that cannot be loaded, or prompts that leave no room for replies.
+        UserError: a model or task that cannot be loaded, or prompts that leave no room for responses.
     """
     max_batch_size = max(options.batch_sizes)
     plain = LLM(target, config=engine, shape=PLAIN, max_batch_size=max_batch_size)
@@ -139,7 +139,7 @@ def _rounds(
     engine only made graphs or recordings; these are not yielded.
 
     Raises:
-        UserError: replies are too short to be timed.
+        UserError: responses are too short to be timed.
     """
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     num_yielded = 0
@@ -156,7 +156,7 @@ def _rounds(
         if num_yielded == options.rounds:
             return
     raise UserError(
-        f"Replies of {options.max_tokens} tokens are too short to be timed.", "Give a larger --max-tokens."
+        f"Responses of {options.max_tokens} tokens are too short to be timed.", "Give a larger --max-tokens."
     )
 
 

@@ -1,7 +1,7 @@
 """Answers added up: accept length, acceptance per position and speed per task, category, draft and shape.
 
 Accept lengths are ratios of sums (tokens emitted over verifies), never means of ratios, so that
-replies count by their number of verifies. A speed-up is a ratio of decoding speeds (tokens over
+responses count by their number of verifies. A speed-up is a ratio of decoding speeds (tokens over
 seconds) on the same prompts in the same run.
 """
 

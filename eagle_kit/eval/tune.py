@@ -55,8 +55,8 @@ class TuneOptions:
     """Prompts to record, and cycles to time.
 
     Attributes:
-        tasks: prompts whose replies are recorded.
-        max_tokens: most tokens of a reply.
+        tasks: prompts whose responses are recorded.
+        max_tokens: most tokens of a response.
         plan: cycles to time; default those of :func:`~eagle_kit.engine.calibrate.policies.whole_plan`.
         num_passes: of the plan over its batch sizes and contexts; default the plan's.
         show_progress: draw a progress bar.
@@ -170,7 +170,7 @@ def _measure(
 def _record(
     llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_WorkFolder", stages: Stages
 ) -> DraftRecording:
-    """Record the drafts at every position of the replies, a few prompts at a time."""
+    """Record the drafts at every position of the responses, a few prompts at a time."""
     params = SamplingParams(max_tokens=options.max_tokens)
     recordings = []
     for first in range(0, len(prompts), PROMPTS_AT_A_TIME):

@@ -62,7 +62,7 @@ def check(llm: LLM, tuned: Tuned, prompts: Sequence[Any], max_tokens: int) -> It
 
     Args:
         prompts: chats or token ids that were not recorded.
-        max_tokens: of a reply, as it was recorded.
+        max_tokens: of a response, as it was recorded.
     """
     engine = llm.engine("none")
     acceptance = tuned.acceptance.table
@@ -79,7 +79,7 @@ def _check_acceptance(
     prompts: Sequence[Any],
     max_tokens: int,
 ) -> Iterator[Compared]:
-    """Accept length of each shape over the replies to ``prompts``."""
+    """Accept length of each shape over the responses to ``prompts``."""
     prompt_ids = [llm.tokenize_task(prompt) for prompt in prompts]
     for shape in shapes:
         outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=max_tokens), shape=shape)
@@ -115,9 +115,9 @@ def _check_costs(engine: Engine, tuned: Tuned, shapes: Sequence[SpecShape]) -> I
 
 
 def tokens_a_cycle(acceptance: AcceptanceTable, shape: SpecShape, lengths: Sequence[int]) -> float:
-    """Predict the accept length of replies of ``lengths`` tokens.
+    """Predict the accept length of responses of ``lengths`` tokens.
 
-    The last cycle of a reply is cut. For cycles of n tokens it would have emitted ``E[n (n - 1)] /
+    The last cycle of a response is cut. For cycles of n tokens it would have emitted ``E[n (n - 1)] /
     (2 E[n])`` tokens more, by renewal theory.
     """
     reach = acceptance.shares[shape] @ acceptance.reach[shape]

@@ -66,25 +66,25 @@ def make_micro_batch(
         loss_rows: rule for the supervised rows, see :mod:`eagle_kit.objective.align`.
         drop: supervised rows that are left out; None keeps all.
     """
-    # Lay the sequences end to end. Replies are numbered on from those of the sequences before.
+    # Lay the sequences end to end. Responses are numbered on from those of the sequences before.
     lengths: list[int] = []
     ids_parts: list[np.ndarray] = []
-    reply_parts: list[np.ndarray] = []
+    response_parts: list[np.ndarray] = []
     start_parts: list[np.ndarray] = []
     group_parts: list[np.ndarray] = []
-    num_replies = 0
+    num_responses = 0
     for number in numbers:
         row = data.row(number)
         offset = sum(lengths)
-        row_reply = np.asarray(row.reply, dtype=np.int64)
-        reply_parts.append(np.where(row_reply >= 0, row_reply + num_replies, -1))
-        num_replies = max(num_replies, int(reply_parts[-1].max()) + 1)
+        row_response = np.asarray(row.response, dtype=np.int64)
+        response_parts.append(np.where(row_response >= 0, row_response + num_responses, -1))
+        num_responses = max(num_responses, int(response_parts[-1].max()) + 1)
         ids_parts.append(np.asarray(row.ids, dtype=np.int64))
         start_parts.append(np.asarray(row.doc_start, dtype=np.int64) + offset)
         group_parts.append(np.asarray(row.group, dtype=np.int64))
         lengths.append(len(row.ids))
     ids = torch.from_numpy(np.concatenate(ids_parts))
-    reply = torch.from_numpy(np.concatenate(reply_parts))
+    response = torch.from_numpy(np.concatenate(response_parts))
     doc_start = torch.from_numpy(np.concatenate(start_parts))
     group = torch.from_numpy(np.concatenate(group_parts))
 
@@ -96,7 +96,7 @@ def make_micro_batch(
         keep_rates = drop.sampling.shares(ttt_length)
         uniforms = drop.uniforms(numbers, lengths)
         most = drop.sampling.most
-    plan = make_row_plan(reply, doc_start, ttt_length, loss_rows, keep_rates, uniforms, most)
+    plan = make_row_plan(response, doc_start, ttt_length, loss_rows, keep_rates, uniforms, most)
     group_counts = torch.bincount(group[plan.rows[0]], minlength=len(data.groups)).tolist()
 
     # Copy everything to the device.

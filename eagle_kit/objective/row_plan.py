@@ -181,7 +181,7 @@ def _moved(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
 
 
 def make_row_plan(
-    reply: torch.Tensor,
+    response: torch.Tensor,
     doc_start: torch.Tensor,
     ttt_length: int,
     loss_rows: str = "serving",
@@ -192,8 +192,8 @@ def make_row_plan(
     """Make the plan of a packed sequence, on the host.
 
     Args:
-        reply: int64 ``[T]``, number of the reply each token belongs to, -1 elsewhere: the loss mask, see
-            :mod:`eagle_kit.objective.align`.
+        response: int64 ``[T]``, number of the response each token belongs to, -1 elsewhere: the loss mask,
+            see :mod:`eagle_kit.objective.align`.
         doc_start: int64 ``[T]``, first token of each token's document.
         ttt_length: K.
         loss_rows: ``serving`` or ``published``, see :mod:`eagle_kit.objective.align`.
@@ -206,9 +206,9 @@ def make_row_plan(
 
     # Supervised rows.
     if is_published:
-        rows = published_rows(reply, doc_start, ttt_length)
+        rows = published_rows(response, doc_start, ttt_length)
     else:
-        rows = supervised_rows(reply, ttt_length)
+        rows = supervised_rows(response, ttt_length)
 
     # Rows that the draw keeps.
     if uniforms is not None and most is not None:
@@ -226,7 +226,7 @@ def make_row_plan(
     index_in_previous = [torch.searchsorted(before, after) for before, after in pairwise(computed)]
 
     # Positions that they learn from.
-    is_teacher = torch.zeros_like(reply, dtype=torch.bool)
+    is_teacher = torch.zeros_like(response, dtype=torch.bool)
     for step, step_rows in enumerate(rows):
         is_teacher[teacher_of(step_rows, step)] = True
 

@@ -30,7 +30,7 @@ def about(seconds: float) -> str:
 
 
 def _plural(unit: str) -> str:
-    """The plural, such as ``"replies"`` for ``"reply"``."""
+    """The plural, such as ``"responses"`` for ``"response"``."""
     return f"{unit[:-1]}ies" if unit.endswith("y") else f"{unit}s"
 
 

@@ -1,14 +1,16 @@
-"""An engine behind an event loop: coroutines add requests and read replies, and a thread steps the engine.
+"""An engine behind an event loop: coroutines add requests and read responses, and a thread steps the engine.
 
 Three threads pass a request on, after its prompt was tokenised and its grammar compiled in threads of their
 own (``api/service.py``, :meth:`AsyncEngine.add`):
 
 * The event loop posts requests and aborts to an inbox.
-* The engine's thread reads the inbox, steps the engine and sends the progress of replies to the text thread.
+* The engine's thread reads the inbox, steps the engine and sends the progress of responses to the text
+  thread.
 * The text thread (``text_thread.py``) makes text of tokens and delivers it to the event loop, in one call for
   a step. It posts a stop text that it finds to the inbox.
 
-Unread tokens of a reply are merged into one :class:`Delta`, so a slow reader costs memory for one reply only.
+Unread tokens of a response are merged into one :class:`Delta`, so a slow reader costs memory for one response
+only.
 """
 
 import asyncio
@@ -27,16 +29,16 @@ from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.engine.memory.engine_memory import NEED_LESS
 from eagle_kit.ops.device_memory import out_of_memory_cause, release_cached_memory
 from eagle_kit.server.fair_queue import FairThread
-from eagle_kit.server.reply import (
+from eagle_kit.server.response import (
     Delta,
     EngineFailed,
     Observer,
     OutOfMemory,
     Overloaded,
-    ReplyStream,
+    ResponseStream,
 )
 from eagle_kit.server.room import has_room
-from eagle_kit.server.text_thread import Progress, ReplyUpdate, TextThread
+from eagle_kit.server.text_thread import Progress, ResponseUpdate, TextThread
 
 if TYPE_CHECKING:
     from eagle_kit.engine.engine import Engine
@@ -49,24 +51,25 @@ class _Arrival(NamedTuple):
     """Request on its way into the engine.
 
     Attributes:
-        reply: stream of its reply.
+        response: stream of its response.
         admitted: done when the engine has taken the request; holds the error if it has not.
     """
 
-    reply: ReplyStream
+    response: ResponseStream
     admitted: "asyncio.Future[None]"
 
 
 class _Abort(NamedTuple):
-    """Message of the event loop or the text thread: the request of a reply is to be aborted."""
+    """Message of the event loop or the text thread: the request of a response is to be aborted."""
 
-    reply: ReplyStream
+    response: ResponseStream
 
 
 class _StopFound(NamedTuple):
-    """Message of the text thread: the text of a reply contains a stop text, where the reply is to end."""
+    """Message of the text thread: the text of a response contains a stop text, where the response is to
+    end."""
 
-    reply: ReplyStream
+    response: ResponseStream
 
 
 _Message = _Arrival | _Abort | _StopFound
@@ -121,9 +124,9 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
         self._compiling = FairThread("eagle-kit grammar")
 
-        # State of the event loop: live replies, and requests per client whose grammar is being compiled.
+        # State of the event loop: live responses, and requests per client whose grammar is being compiled.
         self._num_reserved: Counter[str] = Counter()
-        self._live: set[ReplyStream] = set()
+        self._live: set[ResponseStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended = asyncio.Event()
@@ -134,7 +137,7 @@ class AsyncEngine:
         self._inbox: list[_Message] = []
         self._closed = False
 
-        # State of the engine's thread: messages taken from the inbox, and the progress of each reply.
+        # State of the engine's thread: messages taken from the inbox, and the progress of each response.
         self._messages: deque[_Message] = deque()
         self._progress: dict[int, Progress] = {}
 
@@ -157,14 +160,14 @@ class AsyncEngine:
         self._text.start()
         self._compiling.start()
 
-    async def add(self, requests: "Sequence[Request]", *, is_probe: bool = False) -> list[ReplyStream]:
+    async def add(self, requests: "Sequence[Request]", *, is_probe: bool = False) -> list[ResponseStream]:
         """Add requests to the engine, all of them or none.
 
         Args:
             is_probe: add them even if there is no room, to see whether the engine still emits tokens.
 
         Returns:
-            Their replies, as streams.
+            Their responses, as streams.
 
         Raises:
             UserError: the engine can never serve one of them.
@@ -179,17 +182,19 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         with self._reserved(num_needed, client):
             for request in requests:
-                if request.params.constraint is not None and request.reply.match is None:
+                if request.params.constraint is not None and request.response.match is None:
                     await self._prepare(request)
         self.check_room(num_needed, client)
 
         # Post the requests to the engine's thread, as one group of its scheduler.
-        arrivals = [_Arrival(ReplyStream(request, self._abort), loop.create_future()) for request in requests]
-        replies = [arrival.reply for arrival in arrivals]
-        for reply in replies:
-            reply.siblings = replies
-            reply.request.group = requests[0].number
-        self._live.update(replies)
+        arrivals = [
+            _Arrival(ResponseStream(request, self._abort), loop.create_future()) for request in requests
+        ]
+        responses = [arrival.response for arrival in arrivals]
+        for response in responses:
+            response.siblings = responses
+            response.request.group = requests[0].number
+        self._live.update(responses)
         self._idle.clear()
         self._post(arrivals)
 
@@ -199,18 +204,18 @@ class AsyncEngine:
         except BaseException:
             for arrival in arrivals:
                 arrival.admitted.cancel()
-                arrival.reply.close()
+                arrival.response.close()
             raise
-        return replies
+        return responses
 
     async def stream(self, request: "Request") -> AsyncIterator[Delta]:
         """Add one request and iterate over its deltas. Leaving the iteration early aborts the request."""
-        (reply,) = await self.add([request])
+        (response,) = await self.add([request])
         try:
-            async for delta in reply:
+            async for delta in response:
                 yield delta
         finally:
-            reply.close()
+            response.close()
 
     async def shutdown(self, grace_s: float = 0.0) -> None:
         """Shut down: admit no more requests, wait for running ones, abort the rest, and end the thread.
@@ -231,8 +236,8 @@ class AsyncEngine:
 
         # Refuse or abort the rest.
         self._refuse(lambda request: not request.token_ids)
-        for reply in list(self._live):
-            reply.close()
+        for response in list(self._live):
+            response.close()
         self._compiling.close()
 
         # End the thread. The wait can be cancelled, in case a step never ends.
@@ -275,13 +280,13 @@ class AsyncEngine:
             raise Overloaded("The server is shutting down.")
         if count > self.capacity:
             raise UserError(
-                f"The request asks for {count} replies at once, the server holds at most {self.capacity}.",
+                f"The request asks for {count} responses at once, the server holds at most {self.capacity}.",
                 "Ask for fewer.",
             )
         num_held = len(self._live) + self._num_reserved.total()
         if not count:
             return
-        num_of_client = sum(reply.request.client == client for reply in self._live)
+        num_of_client = sum(response.request.client == client for response in self._live)
         num_of_client += self._num_reserved[client]
         if not has_room(count, held=num_held, own=num_of_client, most=self.capacity):
             raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
@@ -328,10 +333,12 @@ class AsyncEngine:
 
     def _refuse(self, can_refuse: "Callable[[Request], bool]") -> None:
         """Refuse the HTTP requests of which all choices can be refused (503)."""
-        idle = [reply for reply in self._live if all(can_refuse(each.request) for each in reply.siblings)]
-        for reply in idle:
-            self._abort(reply)
-            self._finish(reply, Overloaded("The server is shutting down."))
+        idle = [
+            response for response in self._live if all(can_refuse(each.request) for each in response.siblings)
+        ]
+        for response in idle:
+            self._abort(response)
+            self._finish(response, Overloaded("The server is shutting down."))
 
     def _post(self, messages: Sequence[_Message]) -> None:
         with self._wake:
@@ -342,55 +349,55 @@ class AsyncEngine:
         # The thread has ended, or will end without reading the inbox again.
         self._fail_on_loop(messages)
 
-    def _abort(self, reply: ReplyStream) -> None:
-        self._post([_Abort(reply)])
+    def _abort(self, response: ResponseStream) -> None:
+        self._post([_Abort(response)])
 
     def _fail_on_loop(self, messages: Sequence[_Message]) -> None:
         error = EngineFailed("The engine does not run any more.")
         for message in messages:
             if isinstance(message, _Abort):
-                self._finish(message.reply, error)
+                self._finish(message.response, error)
             elif isinstance(message, _Arrival):
                 self._resolve_admission(message, error)
 
-    def _finish(self, reply: ReplyStream, last: "Delta | Exception") -> None:
-        """Give a reader the last delta, or the error, of its reply."""
-        reply.put(last)
-        self._live.discard(reply)
+    def _finish(self, response: ResponseStream, last: "Delta | Exception") -> None:
+        """Give a reader the last delta, or the error, of its response."""
+        response.put(last)
+        self._live.discard(response)
         if not self._live:
             self._idle.set()
 
     def _resolve_admission(self, arrival: _Arrival, error: Exception | None) -> None:
         """Let :meth:`add` return, or raise the error."""
         if error is not None:
-            self._finish(arrival.reply, error)
+            self._finish(arrival.response, error)
         if not arrival.admitted.done():
             if error is None:
                 arrival.admitted.set_result(None)
             else:
                 arrival.admitted.set_exception(error)
 
-    def _deliver(self, deliveries: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
-        for reply, delta in deliveries:
+    def _deliver(self, deliveries: "Sequence[tuple[ResponseStream, Delta | Exception]]") -> None:
+        for response, delta in deliveries:
             if isinstance(delta, Exception) or delta.finish_reason is not None:
-                self._finish(reply, delta)
+                self._finish(response, delta)
             else:
-                reply.put(delta)
+                response.put(delta)
 
     # Methods that run in the text thread.
 
-    def _deliver_from_thread(self, deliveries: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
+    def _deliver_from_thread(self, deliveries: "Sequence[tuple[ResponseStream, Delta | Exception]]") -> None:
         self._call_in_loop(self._deliver, deliveries)
 
-    def _stop_from_thread(self, reply: ReplyStream) -> None:
-        self._post_from_thread(_StopFound(reply))
+    def _stop_from_thread(self, response: ResponseStream) -> None:
+        self._post_from_thread(_StopFound(response))
 
-    def _abort_from_thread(self, reply: ReplyStream) -> None:
-        self._post_from_thread(_Abort(reply))
+    def _abort_from_thread(self, response: ResponseStream) -> None:
+        self._post_from_thread(_Abort(response))
 
     def _post_from_thread(self, message: _Message) -> None:
         with self._wake:
-            if not self._closed:  # after that the reply is aborted anyway, which finds a stop text too
+            if not self._closed:  # after that the response is aborted anyway, which finds a stop text too
                 self._inbox.append(message)
                 self._wake.notify()
 
@@ -432,9 +439,9 @@ class AsyncEngine:
             if isinstance(message, _Arrival):
                 self._admit(message)
             elif isinstance(message, _Abort):
-                self._end_in_engine(message.reply, self.engine.abort)
+                self._end_in_engine(message.response, self.engine.abort)
             else:
-                self._end_in_engine(message.reply, self.engine.stop)
+                self._end_in_engine(message.response, self.engine.stop)
 
         # Step.
         if self.engine.has_work:
@@ -442,7 +449,7 @@ class AsyncEngine:
         return True
 
     def _step(self) -> None:
-        """Step the engine once, and send the progress of its replies.
+        """Step the engine once, and send the progress of its responses.
 
         If the GPU has too little memory, every request ends with an error and the engine goes on. With
         several ranks it fails, because the other ranks have taken the step.
@@ -464,17 +471,17 @@ class AsyncEngine:
     def _drop_requests(self, error: OutOfMemory) -> None:
         """End every request of the engine with ``error``."""
         logging.getLogger(__name__).error("All requests end: %s", error)
-        replies = [progress.reply for progress in self._progress.values()]
+        responses = [progress.response for progress in self._progress.values()]
         self._progress.clear()
-        for reply in replies:
-            self.engine.abort(reply.request)
+        for response in responses:
+            self.engine.abort(response.request)
         self.engine.drain()
         release_cached_memory()
-        self._text.then(partial(self._deliver_from_thread, [(reply, error) for reply in replies]))
+        self._text.then(partial(self._deliver_from_thread, [(response, error) for response in responses]))
 
     def _admit(self, arrival: _Arrival) -> None:
         """Add a request to the engine, and report to the loop whether that worked."""
-        request = arrival.reply.request
+        request = arrival.response.request
         try:
             self.engine.add_request(request)
         except UserError as error:
@@ -485,17 +492,17 @@ class AsyncEngine:
             failed = EngineFailed(f"The engine could not take the request ({type(error).__name__}).")
             self._call_in_loop(self._resolve_admission, arrival, failed)
             return
-        self._progress[request.number] = Progress(arrival.reply, time.perf_counter())
+        self._progress[request.number] = Progress(arrival.response, time.perf_counter())
         self._call_in_loop(self._resolve_admission, arrival, None)
 
-    def _end_in_engine(self, reply: ReplyStream, end: "Callable[[Request], None]") -> None:
+    def _end_in_engine(self, response: ResponseStream, end: "Callable[[Request], None]") -> None:
         """End a request by a method of the engine, and send its progress."""
-        progress = self._progress.get(reply.request.number)
-        if progress is None or progress.reply is not reply:
+        progress = self._progress.get(response.request.number)
+        if progress is None or progress.response is not response:
             return  # it has finished, or was never admitted
-        if reply.request.finish_reason is None:
-            end(reply.request)
-        self._send_progress([reply.request])
+        if response.request.finish_reason is None:
+            end(response.request)
+        self._send_progress([response.request])
 
     def _send_progress(self, requests: "Sequence[Request]") -> None:
         """Send the progress of these requests to the text thread, in one message."""
@@ -506,8 +513,8 @@ class AsyncEngine:
             if progress is None:
                 continue
             reason = request.finish_reason
-            num_text_tokens = request.reply.num_text_tokens
-            updates.append(ReplyUpdate(progress, len(request.token_ids), num_text_tokens, reason, now))
+            num_text_tokens = request.response.num_text_tokens
+            updates.append(ResponseUpdate(progress, len(request.token_ids), num_text_tokens, reason, now))
             if reason is not None:
                 del self._progress[request.number]
         if updates:
@@ -521,9 +528,9 @@ class AsyncEngine:
             self._messages.clear()
             self._inbox.clear()
         failed = EngineFailed(f"The engine has failed ({type(error).__name__}).")
-        replies = [progress.reply for progress in self._progress.values()]
+        responses = [progress.response for progress in self._progress.values()]
         self._progress.clear()
-        self._text.then(partial(self._deliver_from_thread, [(reply, failed) for reply in replies]))
+        self._text.then(partial(self._deliver_from_thread, [(response, failed) for response in responses]))
         self._call_in_loop(self._fail_on_loop, messages)
 
     def _call_in_loop(self, function: Callable[..., None], *args: object) -> None:

@@ -1,8 +1,8 @@
-"""Thread that makes the text of live replies, beside the engine's thread.
+"""Thread that makes the text of live responses, beside the engine's thread.
 
 The engine's thread puts the progress of a step here. This thread makes text of new tokens and delivers both.
-When it finds a stop text it delivers nothing more of the reply, and reports it to the engine. The engine ends
-the reply at the right token some cycles later, and the rest of the text comes with that end.
+When it finds a stop text it delivers nothing more of the response, and reports it to the engine. The engine
+ends the response at the right token some cycles later, and the rest of the text comes with that end.
 """
 
 import threading
@@ -11,14 +11,14 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from eagle_kit.core.output import NOT_FINITE
-from eagle_kit.server.reply import Delta, EngineFailed, NotFinite, Observer, ReplyStream
+from eagle_kit.server.response import Delta, EngineFailed, NotFinite, Observer, ResponseStream
 
 
 class Progress:
-    """What the reader of a live reply has received. Owner: the text thread.
+    """What the reader of a live response has received. Owner: the text thread.
 
     Attributes:
-        reply: the reply.
+        response: the response.
         num_tokens: delivered tokens.
         num_chars: delivered characters.
         last_tokens_at: when the last tokens were known, ``time.perf_counter()`` seconds.
@@ -26,8 +26,8 @@ class Progress:
         is_stopped: True if a stop text was found and reported.
     """
 
-    def __init__(self, reply: ReplyStream, now: float) -> None:
-        self.reply = reply
+    def __init__(self, response: ResponseStream, now: float) -> None:
+        self.response = response
         self.num_tokens = 0
         self.num_chars = 0
         self.last_tokens_at = now
@@ -35,14 +35,14 @@ class Progress:
         self.is_stopped = False
 
 
-class ReplyUpdate(NamedTuple):
-    """State of a reply after a step.
+class ResponseUpdate(NamedTuple):
+    """State of a response after a step.
 
     Attributes:
         progress: what its reader has received.
-        num_tokens: tokens of the reply.
+        num_tokens: tokens of the response.
         num_text_tokens: those of them that are text.
-        finish_reason: why the reply has ended; None if it goes on.
+        finish_reason: why the response has ended; None if it goes on.
         now: when this was known, ``time.perf_counter()`` seconds.
     """
 
@@ -58,31 +58,31 @@ class TextThread:
 
     Args:
         deliver: called with what the readers of a step get, in the order of :meth:`put`.
-        stop: called with a reply that has a stop text and has not ended.
-        abort: called with a reply whose text cannot be made.
+        stop: called with a response that has a stop text and has not ended.
+        abort: called with a response whose text cannot be made.
         observer: receives latencies.
     """
 
     def __init__(
         self,
-        deliver: Callable[[Sequence[tuple[ReplyStream, Delta | Exception]]], None],
-        stop: Callable[[ReplyStream], None],
-        abort: Callable[[ReplyStream], None],
+        deliver: Callable[[Sequence[tuple[ResponseStream, Delta | Exception]]], None],
+        stop: Callable[[ResponseStream], None],
+        abort: Callable[[ResponseStream], None],
         observer: Observer | None,
     ) -> None:
         self._deliver = deliver
         self._stop = stop
         self._abort = abort
         self._observer = observer
-        self._queue = SimpleQueue[Sequence[ReplyUpdate] | Callable[[], None] | None]()
+        self._queue = SimpleQueue[Sequence[ResponseUpdate] | Callable[[], None] | None]()
         self._thread = threading.Thread(target=self._run, name="eagle-kit text", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, updates: Sequence[ReplyUpdate]) -> None:
-        """Put the state of the replies after a step."""
+    def put(self, updates: Sequence[ResponseUpdate]) -> None:
+        """Put the state of the responses after a step."""
         self._queue.put(updates)
 
     def then(self, call: Callable[[], None]) -> None:
@@ -102,36 +102,36 @@ class TextThread:
             for update in item:
                 delta = self._text_of(update)
                 if delta is not None:
-                    deliveries.append((update.progress.reply, delta))
+                    deliveries.append((update.progress.response, delta))
             if deliveries:
                 self._deliver(deliveries)
 
-    def _text_of(self, update: ReplyUpdate) -> Delta | Exception | None:
+    def _text_of(self, update: ResponseUpdate) -> Delta | Exception | None:
         """Return what a reader gets next: new text and tokens, or an error; None if there is nothing new."""
         progress = update.progress
         if progress.has_failed:
             return None
-        request = progress.reply.request
+        request = progress.response.request
         delta = self._delta(update)
 
-        # A reply whose text cannot be made ends with an error.
+        # A response whose text cannot be made ends with an error.
         failure = None if request.stream is None else request.stream.failure
         if failure is not None:
             progress.has_failed = True
             if update.finish_reason is None:
-                self._abort(progress.reply)
+                self._abort(progress.response)
         if (failure is not None or update.finish_reason is not None) and self._observer is not None:
             self._observer.finished(request)
         if failure is not None:
-            return EngineFailed(f"The text of the reply could not be made ({type(failure).__name__}).")
+            return EngineFailed(f"The text of the response could not be made ({type(failure).__name__}).")
         return NotFinite(NOT_FINITE) if update.finish_reason == "error" else delta
 
-    def _delta(self, update: ReplyUpdate) -> Delta | None:
-        """Read the new tokens of a reply, and return what its reader has not got yet."""
+    def _delta(self, update: ResponseUpdate) -> Delta | None:
+        """Read the new tokens of a response, and return what its reader has not got yet."""
         progress = update.progress
-        request = progress.reply.request
+        request = progress.response.request
 
-        # The text so far. Behind a stop text nothing is delivered until the engine has ended the reply.
+        # The text so far. Behind a stop text nothing is delivered until the engine has ended the response.
         text = ""
         if (stream := request.stream) is not None:
             stream.decode(request.token_ids, update.num_text_tokens)
@@ -140,7 +140,7 @@ class TextThread:
             elif stream.stopped:
                 if not progress.is_stopped:
                     progress.is_stopped = True
-                    self._stop(progress.reply)
+                    self._stop(progress.response)
                 return None
             text = stream.text
 
@@ -149,7 +149,7 @@ class TextThread:
         delta = Delta(
             text[progress.num_chars :],
             request.token_ids[new],
-            request.reply.logprobs.part(progress.num_tokens, update.num_tokens),
+            request.response.logprobs.part(progress.num_tokens, update.num_tokens),
             update.finish_reason,
         )
 

@@ -17,7 +17,7 @@ from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
 SMALL_WIDTH = 1024
 """Hidden size up to which a target is small enough for the settings of a laptop."""
-REPLIES = "replies.jsonl"
+RESPONSES = "responses.jsonl"
 TEXTS = "texts.jsonl"
 WIDTH = 100
 """Columns of comments."""
@@ -42,12 +42,12 @@ def write_first_config(path: Path, target: str) -> None:
 
 
 def first_config(target: str, path: Path, architecture: TargetConfig, has_template: bool) -> str:
-    """Text of a config: an EAGLE-3 head that learns from the target's own replies, or from texts.
+    """Text of a config: an EAGLE-3 head that learns from the target's own responses, or from texts.
 
     Args:
         path: path of the config; the run is named after it.
         architecture: architecture of the target, by which sizes are chosen.
-        has_template: True if the target has a chat template; a target without one cannot reply to chats.
+        has_template: True if the target has a chat template; a target without one cannot response to chats.
     """
     name = path.stem
 
@@ -65,7 +65,7 @@ def first_config(target: str, path: Path, architecture: TargetConfig, has_templa
         "target": target,
         "output_dir": f"runs/{name}",
         "data": {
-            "source": REPLIES if has_template else TEXTS,
+            "source": RESPONSES if has_template else TEXTS,
             "max_length": min(max_length, architecture.max_position_embeddings),
             "eval_conversations": 48,
         },
@@ -85,8 +85,8 @@ def first_config(target: str, path: Path, architecture: TargetConfig, has_templa
 
     # The next steps, above the keys.
     data = [
-        "# 1. Let the target answer prompts, which teaches more than replies of others:",
-        f"#    eagle-kit data regenerate --target {target} --source PROMPTS --out {REPLIES}",
+        "# 1. Let the target answer prompts, which teaches more than responses of others:",
+        f"#    eagle-kit data regenerate --target {target} --source PROMPTS --out {RESPONSES}",
     ]
     if not has_template:
         data = [

@@ -11,7 +11,7 @@ NUM_DRAFTED = 4
 
 
 def recording_of(rank: int) -> DraftRecording:
-    """Four positions of one reply, whose next token is everywhere the drafted one of this rank."""
+    """Four positions of one response, whose next token is everywhere the drafted one of this rank."""
     tokens = torch.arange(10, 10 + NUM_DRAFTED).expand(4, NUM_DRAFTED)
     scores = torch.tensor([-0.5, -1.5, -2.5, -3.5]).expand(4, NUM_DRAFTED)
     candidates = Candidates(tokens, scores, torch.full_like(tokens, -1))

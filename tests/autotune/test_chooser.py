@@ -364,7 +364,7 @@ def test_variance_is_that_of_the_mean_tokens_by_the_delta_method():
 @pytest.mark.parametrize(("batch_size", "least"), [(1, 0.84), (2, 0.9), (4, 0.96)])
 def test_a_draft_far_weaker_than_the_average_one_is_soon_left_alone(batch_size, least):
     """One of ten tokens is accepted, whatever the draft says, and nothing was known of it; each of the cycles
-    that draft costs a third. Over three replies of 60 cycles."""
+    that draft costs a third. Over three responses of 60 cycles."""
     rates = []
     for seed in range(12):
         rng = random.Random(seed)
@@ -523,8 +523,9 @@ def test_a_machine_that_becomes_faster_has_its_costs_compared_anew(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_new_requests_are_tried_though_those_before_them_could_not_be_drafted(seed):
-    """Eight replies of 64 tokens at a time, hard for long and then easy: that is seen within some replies,
-    though plain decoding shows nothing of them, and trying it costs the hard ones next to nothing."""
+    """Eight responses of 64 tokens at a time, hard for long and then easy: that is seen within some
+    responses, though plain decoding shows nothing of them, and trying it costs the hard ones next to
+    nothing."""
     chooser = make_chooser()
     rng = random.Random(seed)
     seconds_of = {NO_SPECULATION: 0.05, SHAPES[1]: 0.064}
@@ -591,7 +592,7 @@ def test_many_requests_show_what_they_share():
 
 
 def test_first_cycles_say_little_of_the_texts():
-    """Replies begin alike, whatever follows."""
+    """Responses begin alike, whatever follows."""
 
     def learnt(first_accepted, seed=0):
         chooser = make_chooser(confident_table())
@@ -612,7 +613,7 @@ def test_first_cycles_say_little_of_the_texts():
 
 
 @pytest.mark.parametrize("num_cycles", [1, 2])
-def test_replies_of_one_cycle_teach_that_a_draft_is_worth_nothing(num_cycles):
+def test_responses_of_one_cycle_teach_that_a_draft_is_worth_nothing(num_cycles):
     chooser = make_chooser()
     used = Counter()
     for _ in range(1500 // num_cycles):

@@ -150,7 +150,7 @@ def test_a_load_decodes_what_the_engine_decodes(llm):
     assert not engine.has_work and engine.kv_usage == 0.0
 
 
-def test_a_reply_that_ends_while_cycles_are_timed_is_a_failure(models):
+def test_a_response_that_ends_while_cycles_are_timed_is_a_failure(models):
     short = loaded(*models, 1, 40)
     with (
         pytest.raises(RuntimeError, match="ended"),

@@ -95,12 +95,12 @@ def test_a_soak_of_a_real_server(tmp_path, monkeypatch, capsys):
         main(["soak", *words, "--out", str(out)])
     record = json.loads(out.read_text())
     figures = record["figures"]
-    assert figures["ordinary replies"] == figures["same text as alone"] == len(record["waits"]) > 0
+    assert figures["ordinary responses"] == figures["same text as alone"] == len(record["waits"]) > 0
     right = {kind.name: kind.right for kind in MIX}
     seen = {name: outcomes for name, outcomes in figures["requests"].items() if outcomes}
     assert {"ordinary", "probe", "refused"} <= seen.keys()
     assert {name: set(outcomes) - set(right[name]) for name, outcomes in seen.items()} == {
         name: set() for name in seen
     }
-    assert "ordinary replies" in capsys.readouterr().out and (tmp_path / "soak.png").is_file()
+    assert "ordinary responses" in capsys.readouterr().out and (tmp_path / "soak.png").is_file()
     assert main(["soak", *words, "--out", str(out)]) == 2, "nobody answers now"

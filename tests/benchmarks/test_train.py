@@ -33,15 +33,15 @@ def test_every_way_to_compute_a_step_has_one_loss_and_gradient(target):
     assert figures["memory ours/published"] < 1
 
 
-def test_the_row_is_made_of_conversations_with_replies():
+def test_the_row_is_made_of_conversations_with_responses():
     row = made_up_row(RatioOptions(length=100, supervised_share=0.5), 40)
     assert row.doc_start.unique().tolist() == [0, 30, 63] and int(row.ids.max()) < 40
     for number, (start, stop) in enumerate(((0, 30), (30, 63), (63, 100))):
-        replies = row.reply[start:stop]
-        assert set(replies.tolist()) == {-1, number} and (replies.diff() >= 0).all(), (
-            "a prompt, then its reply"
+        responses = row.response[start:stop]
+        assert set(responses.tolist()) == {-1, number} and (responses.diff() >= 0).all(), (
+            "a prompt, then its response"
         )
-        assert int((replies == number).sum()) == round(0.5 * (stop - start))
+        assert int((responses == number).sum()) == round(0.5 * (stop - start))
 
 
 def test_the_rate_is_that_of_the_needed_arithmetic(target):

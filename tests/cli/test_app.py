@@ -80,14 +80,14 @@ def test_a_lost_rank_is_one_line_and_exit_code_1_though_a_thread_never_ends():
         "import threading, time\nfrom types import SimpleNamespace\nfrom eagle_kit.cli import app\n"
         "def lose(args):\n"
         "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
-        "    print('first reply')\n"
+        "    print('first response')\n"
         "    raise app.RankLost('Rank 1 has ended.')\n"
         "app.parse = lambda argv: SimpleNamespace(run=lose)\n"
         "app.main(['generate'])"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (1, "first reply\n")
+    assert (done.returncode, done.stdout) == (1, "first response\n")
     assert done.stderr == "error: Rank 1 has ended.\n  -> Start it again.\n"
 
 
@@ -222,13 +222,13 @@ def _output() -> RequestOutput:
     return RequestOutput([1, 2], [5, 6, 7, 8, 9], "five words", "stop", stats, prefill_s=0.1, decode_s=2.0)
 
 
-def test_a_reply_is_followed_by_its_accept_length():
+def test_a_response_is_followed_by_its_accept_length():
     text = as_text(_output())
     assert text.startswith("five words\n")
     assert "accept length 2.00 (5 tokens, 2 verifies, 2.0 tokens/s, stop)" in text
 
 
-def test_a_json_reply_carries_tokens_and_acceptance():
+def test_a_json_response_carries_tokens_and_acceptance():
     record = json.loads(json.dumps(as_record("p", _output())))
     assert record["token_ids"] == [5, 6, 7, 8, 9]
     assert (record["accept_length"], record["acceptance_per_position"]) == (2.0, [0.5, 0.5])

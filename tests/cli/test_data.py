@@ -46,7 +46,7 @@ def test_prepare_says_what_was_left_out_and_where_it_is_listed(
 ) -> None:
     assert main(["data", "prepare", str(config)]) == 0
     out = capsys.readouterr().out
-    assert "it begins with a reply, which is left out: 1 conversations of" in out
+    assert "it begins with a response, which is left out: 1 conversations of" in out
     listed = Path(out.partition("listed in ")[2].splitlines()[0])
     assert "no assistant turn" in listed.read_text()
     assert "skipped        no assistant turn (1)" in out
@@ -119,7 +119,7 @@ def test_vocab_writes_the_map_that_training_would_make(
 def test_vocab_writes_a_token_map_for_heads_that_propose_every_token(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """The most frequent tokens of the replies, counted here in the packed sequences."""
+    """The most frequent tokens of the responses, counted here in the packed sequences."""
     words = [f"head={{kind: {kind}}}"]
     out = tmp_path / "freq.npz"
     assert main(["data", "vocab", str(config), "--out", str(out), "--size", "24", *words]) == 0

@@ -251,9 +251,9 @@ def folders(tmp_path_factory):
     target = make_target(root / "target")
     save_draft(tiny_head(load_target(target), draft_vocab_size=90), root / "head", metadata={})
     chats = [
-        {"messages": [{"role": "user", "content": f"{name}? " + "It sees the dog. " * 30}, reply]}
+        {"messages": [{"role": "user", "content": f"{name}? " + "It sees the dog. " * 30}, response]}
         for name in ("Who", "When", "Where")
-        for reply in ({"role": "assistant", "content": f"{name}, that is told nowhere. " * 20},)
+        for response in ({"role": "assistant", "content": f"{name}, that is told nowhere. " * 20},)
     ]
     (root / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     return root
@@ -295,7 +295,7 @@ def test_every_flag_of_regenerate_reaches_it(monkeypatch, folders, tmp_path):
     assert options.test_prompts == ("What is it?",)
     assert [variant.kwargs for variant in options.chat_template_kwargs] == [{"think": True}]
     assert responder.batch_size == 3
-    assert responder.max_prompt_tokens == 40 + 7 - 1, "a context of prompt and reply"
+    assert responder.max_prompt_tokens == 40 + 7 - 1, "a context of prompt and response"
 
 
 def test_flags_of_a_server_that_answers_reach_it(monkeypatch, folders, tmp_path):

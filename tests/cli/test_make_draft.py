@@ -84,8 +84,8 @@ def test_nothing_answered_and_no_time_left_are_told(words, tmp_path, monkeypatch
     def attempt(conversations):
         def change(state):
             state["done"]["pilot-training"] = figures
-            state["done"]["pilot-replies"]["conversations"] = conversations
-            state["spent_s"] = {"pilot-replies": 5.0, "pilot-training": 80.0}
+            state["done"]["pilot-responses"]["conversations"] = conversations
+            state["spent_s"] = {"pilot-responses": 5.0, "pilot-training": 80.0}
 
         change_state(tmp_path / "out", change)
         assert main(words) == 2
@@ -194,13 +194,13 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     # The stages in their order.
     names = [command[2] if command[1] == "data" else command[1] for command in commands.given]
     assert " ".join(names) == ("regenerate train prompts regenerate regenerate train export eval export tune")
-    pilot, pilot_training, prompts, answers, replies, training, export, evaluation, card, tune = (
+    pilot, pilot_training, prompts, answers, responses, training, export, evaluation, card, tune = (
         commands.given
     )
     for command, file, asked, most in (
-        (pilot, "replies", source, 192),
+        (pilot, "responses", source, 192),
         (answers, "answers", str(out / "prompts.jsonl"), 768),
-        (replies, "replies", source, 192),
+        (responses, "responses", source, 192),
     ):
         flags = flags_of(command)
         assert (flags["--source"], flags["--out"]) == (asked, str(out / f"{file}.jsonl"))
@@ -208,14 +208,14 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
         assert (flags["--max-turns"], flags["--max-tokens"]) == ("1", "256")
         assert flags["--max-prompt-tokens"] == str(most)
 
-    # Numbers of replies and prompts.
-    numbers = [int(flags_of(each)["--limit"]) for each in (pilot, prompts, answers, replies)]
+    # Numbers of responses and prompts.
+    numbers = [int(flags_of(each)["--limit"]) for each in (pilot, prompts, answers, responses)]
     assert numbers[0] == 16 and numbers[1] == numbers[2] > 1
     missing = 3 * numbers[1] - 60
     assert 0 <= numbers[3] - missing < 3, "the 60 answered prompts are to be a third"
 
     # The chat template, of all stages that render chats.
-    for command in (pilot, answers, replies, evaluation, tune):
+    for command in (pilot, answers, responses, evaluation, tune):
         assert flags_of(command)["--chat-template"] == str(template)
     for name in ("pilot", "training"):
         assert yaml.safe_load((out / f"{name}.yaml").read_text())["data"]["chat_template"] == str(template)
@@ -240,7 +240,7 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     assert measured["tokens_per_s"] == 800.0, "the first steps are left out"
     assert measured["kept_tokens_per_s"] == 400 / (400 / 800 - 0.25)
     assert measured["tokens_per_conversation"] == 50
-    assert state["done"]["pilot-replies"]["conversations"] == 16
+    assert state["done"]["pilot-responses"]["conversations"] == 16
     assert not (out / "cache" / "states").exists(), "the disk is given back"
 
     # The list of commands and the report.
@@ -254,7 +254,7 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
         assert f"| {length:.2f} | {length - 1:.2f} |" in line
     printed = capsys.readouterr().out
     assert report in printed
-    assert "== 1/10 pilot-replies: eagle-kit data" in printed and "== 10/10 tune: eagle-kit" in printed
+    assert "== 1/10 pilot-responses: eagle-kit data" in printed and "== 10/10 tune: eagle-kit" in printed
 
     # A second call has nothing left to do.
     commands.given.clear()
@@ -262,22 +262,22 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
 
 
 def test_a_short_budget_is_measured_briefly_and_as_long_when_gone_on_with(words, tmp_path, monkeypatch):
-    costs = ExpectedCosts(1.0, reply_token=0.02, row_token=1e-3, step_flops=1e9, flops_per_s=1e9)
+    costs = ExpectedCosts(1.0, response_token=0.02, row_token=1e-3, step_flops=1e9, flops_per_s=1e9)
     monkeypatch.setattr("eagle_kit.train.plan.pilot.expected_costs", lambda *given: costs)
     commands = Commands(monkeypatch)
     words[words.index("90s")] = "20m"
     assert main([*words, "--dry-run"]) == 0
-    replies, _ = commands.given
-    few = int(flags_of(replies)["--limit"])
+    responses, _ = commands.given
+    few = int(flags_of(responses)["--limit"])
     assert few < 16
     config = yaml.safe_load((tmp_path / "out" / "pilot.yaml").read_text())
     assert config["training"]["max_steps"] < 8 and config["data"]["max_length"] < 1024
     assert main([*words, "--dry-run"]) == 0 and len(commands.given) == 2
     state = json.loads((tmp_path / "out" / make_draft.STATE).read_text())
-    assert state["choices"]["pilot"]["replies"] == few
+    assert state["choices"]["pilot"]["responses"] == few
 
 
-def test_the_configs_are_of_the_recipe_the_replies_and_the_time(words, tmp_path, monkeypatch):
+def test_the_configs_are_of_the_recipe_the_responses_and_the_time(words, tmp_path, monkeypatch):
     Commands(monkeypatch)
     words[words.index("90s")] = "20m"
     assert main(words) == 0
@@ -302,12 +302,12 @@ def test_the_configs_are_of_the_recipe_the_replies_and_the_time(words, tmp_path,
     assert training["validation"]["every"] == -(-steps // validations) <= steps
 
     # Its mixture.
-    raw, replies, answers = training["data"]["mix"]
-    assert (raw["name"], replies["name"], answers["name"]) == ("raw", "replies", "answers")
+    raw, responses, answers = training["data"]["mix"]
+    assert (raw["name"], responses["name"], answers["name"]) == ("raw", "responses", "answers")
     assert raw["phase"] == list(RAW_PHASE)
-    assert replies["phase"] == answers["phase"] == list(OWN_PHASE)
-    assert replies["weight"] + answers["weight"] == pytest.approx(1, abs=0.002)
-    assert replies["weight"] == answers["weight"], "of as many tokens"
+    assert responses["phase"] == answers["phase"] == list(OWN_PHASE)
+    assert responses["weight"] + answers["weight"] == pytest.approx(1, abs=0.002)
+    assert responses["weight"] == answers["weight"], "of as many tokens"
     assert raw["limit"] >= 32
     load_config(TrainConfig, out / "training.yaml")
 
@@ -369,7 +369,7 @@ def test_a_draft_is_made_in_pieces_and_measured(processes, words, tmp_path, capf
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 130
     done = json.loads((out / make_draft.STATE).read_text())["done"]
-    assert "replies" in done and "training" not in done
+    assert "responses" in done and "training" not in done
 
     assert main(words) == 0
     state = json.loads((out / make_draft.STATE).read_text())

@@ -76,7 +76,7 @@ def complete(address):
         return json.load(answer)["choices"][0]["text"]
 
 
-def kill_while_a_reply_streams(address, pid):
+def kill_while_a_response_streams(address, pid):
     """What its reader gets from then on, event by event."""
     with post(address, stream=True, max_tokens=480, ignore_eos=True) as answer:
         assert "text" in json.loads(answer.readline().removeprefix(b"data: "))["choices"][0]
@@ -106,7 +106,7 @@ def test_a_server_of_two_ranks_answers_and_ends_with_one_sentence_when_one_is_ki
     with server(folder) as (process, address):
         assert complete(address) == expected(folder)
         (child,) = children_of(process)
-        *_, error, end = kill_while_a_reply_streams(address, child)
+        *_, error, end = kill_while_a_response_streams(address, child)
         assert "The engine has failed (RankLost)." in error and end == "data: [DONE]"
         assert process.wait(30) == 1
         last = process.stderr.read()
@@ -162,7 +162,7 @@ def test_a_rank_of_torchrun_that_falls_silent_ends_an_idle_server(folder):
 def test_a_rank_of_torchrun_that_is_killed_ends_the_server(folder):
     with server(folder, *TORCHRUN) as (process, address):
         killed = next(pid for pid in children_of(process) if b"RANK=1" in environ_of(pid))
-        *_, error, end = kill_while_a_reply_streams(address, killed)
+        *_, error, end = kill_while_a_response_streams(address, killed)
         assert "The engine has failed (RankLost)." in error and end == "data: [DONE]"
         assert process.wait(60) == 1
         last = process.stderr.read()

@@ -22,7 +22,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 LEFT = 60
 """Tokens of a row that the template of a conversation of one turn, and the name of its prompt, may take."""
 SHORT = 8
-"""Characters of a prompt of a row that is full of its reply."""
+"""Characters of a prompt of a row that is full of its response."""
 
 
 def write_conversations(path: Path, max_length: int, prompt: int, count: int) -> None:
@@ -31,13 +31,13 @@ def write_conversations(path: Path, max_length: int, prompt: int, count: int) ->
     Args:
         prompt: characters of the prompts, which all differ.
     """
-    reply = max_length - prompt - LEFT
+    response = max_length - prompt - LEFT
     with path.open("w", encoding="utf-8") as file:
         for number in range(count):
             asked = f"{number:04d}".ljust(prompt, "a")
             messages = [
                 {"role": "user", "content": asked},
-                {"role": "assistant", "content": "b" * reply},
+                {"role": "assistant", "content": "b" * response},
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
 
@@ -50,7 +50,7 @@ def recipe(
 
     Args:
         overrides: settings as on the command line.
-        prompt: characters of a prompt; by default few, so that rows are full of replies.
+        prompt: characters of a prompt; by default few, so that rows are full of responses.
         count: conversations, one for each row.
         held_out: conversations of these whose prompts are validated.
     """

@@ -98,7 +98,7 @@ def test_an_engine_takes_what_is_planned(case, tmp_path, record_property):
 
         prepared = llm.warm_up("usual")
         assert prepared.num_graphs > 0
-        llm.tokenizer = None  # requests are token ids, and replies too
+        llm.tokenizer = None  # requests are token ids, and responses too
         reserved = torch.cuda.memory_reserved()
         with phase() as traffic:
             assert serve(llm, USUAL) > 100

@@ -62,7 +62,7 @@ def run(config: TrainConfig, memory: int) -> Measured:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llama-3.1-8b-eagle3", "qwen3-8b-dflash", "qwen3-30b-a3b-eagle3"])
 def test_steps_of_a_recipe_take_what_is_planned(name, tmp_path, record_property):
-    """Rows are full of replies; of blocks, as many anchors are drawn as the recipe says."""
+    """Rows are full of responses; of blocks, as many anchors are drawn as the recipe says."""
     memory = 141 * GB if "30b" in name else 80 * GB
     run(recipe(name, tmp_path, "validation.every=0"), memory).check(record_property)
 

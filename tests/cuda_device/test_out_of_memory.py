@@ -99,7 +99,7 @@ def test_the_server_ends_with_exit_code_2_and_two_sentences(gigabytes, words, tm
 # ---- Steps ----
 
 
-def test_replies_without_memory_end_and_the_engine_goes_on():
+def test_responses_without_memory_end_and_the_engine_goes_on():
     llm = wide_llm()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with made_up_results():
@@ -110,7 +110,7 @@ def test_replies_without_memory_end_and_the_engine_goes_on():
             with pytest.raises(UserError) as raised:
                 llm.generate([LONG, [7, 8]], params)
             del taken
-        assert "out of memory while computing replies" in raised.value.cause
+        assert "out of memory while computing responses" in raised.value.cause
         assert "prefill_tokens" in raised.value.remedy
         engine = llm.engine()
         engine.check()
@@ -118,8 +118,8 @@ def test_replies_without_memory_end_and_the_engine_goes_on():
         assert engine.page_pool.num_available == engine.page_pool.num_pages
         assert torch.cuda.memory_allocated() == before, "tensors of the step are kept"
 
-        replies = llm.generate([LONG, [7, 8]], params)
-        assert [len(reply.token_ids) for reply in replies] == [4, 4]
+        responses = llm.generate([LONG, [7, 8]], params)
+        assert [len(response.token_ids) for response in responses] == [4, 4]
 
 
 def test_the_server_answers_503_and_goes_on(tmp_path):

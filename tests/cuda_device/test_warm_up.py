@@ -28,7 +28,7 @@ drafts that a grammar is to judge."""
 
 
 class AnyToken:
-    """A grammar of all texts, since the tokens of replies are made up."""
+    """A grammar of all texts, since the tokens of responses are made up."""
 
     is_complete = False
     is_stuck = False
@@ -48,12 +48,12 @@ def prepared(extent: str, **options: Any) -> tuple[LLM, Phase]:
     engine = llm.engine()
     with phase(LogKind.SYNCHRONISATION) as found, made_up_results():
         warm_up(engine, extent)
-    llm.tokenizer = None  # requests are token ids, and replies too
+    llm.tokenizer = None  # requests are token ids, and responses too
     return llm, found
 
 
 def serve(llm: LLM, kinds: tuple[dict[str, Any], ...]) -> int:
-    """Serve prompts of all kinds at once -> the tokens of the replies together."""
+    """Serve prompts of all kinds at once -> the tokens of the responses together."""
     engine = llm.engine()
     requests = []
     for i in range(max(len(PROMPTS), len(kinds))):
@@ -62,7 +62,7 @@ def serve(llm: LLM, kinds: tuple[dict[str, Any], ...]) -> int:
         params = SamplingParams(max_tokens=24 + 3 * i, ignore_eos=True, **sampling)
         request = llm.make_request(list(PROMPTS[i % len(PROMPTS)]), params)
         if has_grammar:
-            request.reply.match = AnyToken()
+            request.response.match = AnyToken()
         requests.append(request)
         engine.add_request(request)
     while engine.has_work:

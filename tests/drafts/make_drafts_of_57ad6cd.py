@@ -130,22 +130,22 @@ def make_draft(name: str, folder: Path, target: Path, chats: Path) -> Path:
 
 
 def answers_of(target: Path, draft: Path) -> dict[str, list[dict[str, object]]]:
-    """Greedy replies and acceptance of a draft in every shape."""
+    """Greedy responses and acceptance of a draft in every shape."""
     found = {}
     for shape in SHAPES:
         llm = LLM(str(target), draft=str(draft), shape=shape, max_context=256)
         params = SamplingParams(max_tokens=MAX_TOKENS)
         prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-        replies = llm.generate(prompts, params)
+        responses = llm.generate(prompts, params)
         found[shape] = [
             {
                 "prompt": prompt,
-                "token_ids": list(reply.token_ids),
-                "text": reply.text,
-                "histogram": reply.stats.histogram,
-                "num_accepted_at": reply.stats.num_accepted_at,
+                "token_ids": list(response.token_ids),
+                "text": response.text,
+                "histogram": response.stats.histogram,
+                "num_accepted_at": response.stats.num_accepted_at,
             }
-            for prompt, reply in zip(PROMPTS, replies, strict=True)
+            for prompt, response in zip(PROMPTS, responses, strict=True)
         ]
         llm.close()
     return found

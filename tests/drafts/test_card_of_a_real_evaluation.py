@@ -66,12 +66,12 @@ def test_the_card_shows_every_task_and_shape_with_the_measured_figures(
     table = [line.split(" | ") for line in card.splitlines() if line.startswith("| ")][1:]
     cells = {(line[0].removeprefix("| "), line[1]): line[2:] for line in table}
     assert set(cells) == {(task, shape) for task in ("all", "one", "two") for shape in ("3,1,4", "3,2,6")}
-    for (task, shape), (accept_length, speed, speedup, replies) in cells.items():
+    for (task, shape), (accept_length, speed, speedup, responses) in cells.items():
         row = find_row(summary, "draft", shape, task)
         assert 1.5 < row["accept_length"] <= 3
         assert accept_length == f"{row['accept_length']:.2f}"
         assert (speed, speedup) == (f"{row['decode_tokens_per_s']:.2f}", f"{row['speedup']:.2f}")
-        assert int(replies.rstrip(" |")) == (8 if task == "all" else 4)
+        assert int(responses.rstrip(" |")) == (8 if task == "all" else 4)
     assert "identical to plain decoding: yes" in card
     assert "`eagle-kit eval --draft checkpoints/draft`" in card
     assert f"cpu {summary['machine']['cpu']}" in card and f"torch {summary['versions']['torch']}" in card

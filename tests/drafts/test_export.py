@@ -344,7 +344,7 @@ def test_the_card_says_what_was_not_tried():
     template = "without a chat template, or which one"
     measured = "have not been measured."
     gpu = "It has not been measured on a GPU"
-    sampled = "sampled replies have not been measured"
+    sampled = "sampled responses have not been measured"
     found = "\n".join(lines_of())
     assert template in found and measured in found and gpu not in found and sampled not in found
     assert template not in "\n".join(lines_of(config=replace(config, template_hash="0123")))
@@ -370,11 +370,11 @@ def test_the_card_says_what_was_not_tried():
 
 
 @pytest.mark.parametrize(("identical", "word"), [(True, "yes"), (False, "no"), (None, "not compared")])
-def test_the_card_says_whether_greedy_replies_were_the_same(identical, word):
+def test_the_card_says_whether_greedy_responses_were_the_same(identical, word):
     found = summary(mine=Path("head")) | {"greedy_identical": identical}
     found["rows"][1]["speedup"] = None
     lines = lines_of(summary=found)
-    assert f"* greedy replies identical to plain decoding: {word}" in lines
+    assert f"* greedy responses identical to plain decoding: {word}" in lines
     assert "| all | 4,1,5 | 2.12 | 41.50 | - | 8 |" in lines
     assert "* settings: max_tokens 64, batch_size 1, seed 0" in lines
     assert "* date: 2026-01-02T03:04:05+00:00" in lines and "* versions: torch 2.13.0" in lines

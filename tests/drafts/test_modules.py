@@ -76,7 +76,7 @@ def test_nextn_serves_the_targets_own_module(made, shape):
     llm = LLM(target, load_draft_model(folder, target, algorithm="NEXTN"), shape=shape, **sizes)
     for _ in range(2):
         drafted = llm.generate(prompts, params)
-        assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
+        assert [response.token_ids for response in drafted] == [response.token_ids for response in plain]
 
 
 def test_other_engines_read_the_module_from_the_target(made, tmp_path):

@@ -180,14 +180,14 @@ def test_planned_sizes_are_the_counted_ones(kind, target):
 
 
 @pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
-def test_greedy_replies_are_those_of_plain_decoding(kind, target, tmp_path):
+def test_greedy_responses_are_those_of_plain_decoding(kind, target, tmp_path):
     save_draft(fresh(kind, target), tmp_path / "draft", metadata={})
     prompts = [[5, 17, 3, 88], [9, 2]]
     plain = LLM(target[1], max_context=64, max_batch_size=2).generate(prompts, GREEDY)
     llm = LLM(target[1], tmp_path / "draft", max_context=64, max_batch_size=2, algorithm=kind.algorithm)
     drafted = llm.generate(prompts, GREEDY, shape="2,1,3")
-    assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
-    assert all(reply.stats.num_verifies > 0 for reply in drafted)
+    assert [response.token_ids for response in drafted] == [response.token_ids for response in plain]
+    assert all(response.stats.num_verifies > 0 for response in drafted)
 
 
 def test_an_added_kind_is_trained_and_served(tmp_path, monkeypatch):
@@ -204,8 +204,8 @@ def test_an_added_kind_is_trained_and_served(tmp_path, monkeypatch):
     (expected,) = plain.generate(["a cat"], GREEDY)
     llm = LLM(plain.target, draft, tokenizer=plain.tokenizer, max_context=64)
     for shape in ("2,1,3", "3,2,6"):
-        (reply,) = llm.generate(["a cat"], GREEDY, shape=shape)
-        assert reply.token_ids == expected.token_ids and reply.stats.num_verifies > 0
+        (response,) = llm.generate(["a cat"], GREEDY, shape=shape)
+        assert response.token_ids == expected.token_ids and response.stats.num_verifies > 0
 
 
 def config_of(kind="eagle3", training=(), **head):

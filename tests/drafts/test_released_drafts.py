@@ -41,15 +41,15 @@ def test_every_kind_is_there(released):
 def test_a_released_draft_answers_the_same(released, plain, kind):
     answers = json.loads((released / "answers.json").read_text())[kind]
     num_accepted = 0
-    for shape, replies in answers.items():
+    for shape, responses in answers.items():
         llm = LLM(plain.target, str(released / kind), tokenizer=plain.tokenizer, shape=shape, max_context=256)
-        turns = [[{"role": "user", "content": reply["prompt"]}] for reply in replies]
+        turns = [[{"role": "user", "content": response["prompt"]}] for response in responses]
         prompts = [plain.renderer.prompt_token_ids(each) for each in turns]
         found = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))
-        for reply, now in zip(replies, found, strict=True):
-            assert (list(now.token_ids), now.text) == (reply["token_ids"], reply["text"])
-            assert now.stats.histogram == reply["histogram"]
-            assert now.stats.num_accepted_at == reply["num_accepted_at"]
+        for response, now in zip(responses, found, strict=True):
+            assert (list(now.token_ids), now.text) == (response["token_ids"], response["text"])
+            assert now.stats.histogram == response["histogram"]
+            assert now.stats.num_accepted_at == response["num_accepted_at"]
             num_accepted += sum(now.stats.num_accepted_at)
     assert num_accepted > 0, "a draft of which nothing is accepted would answer the same, whatever it read"
 

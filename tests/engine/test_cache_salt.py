@@ -1,4 +1,4 @@
-"""Requests with different cache salts: the same replies, and no page and no n-gram of one another."""
+"""Requests with different cache salts: the same responses, and no page and no n-gram of one another."""
 
 import pytest
 from tiny import tiny_target
@@ -29,7 +29,7 @@ def test_pages_are_shared_with_the_same_salt_only(models, page_size, shape, lag)
 
 
 def test_a_preempted_request_finds_its_own_pages_again_and_nobody_else_s(models):
-    """Eight requests of one prompt and two salts, in a pool that does not hold their replies."""
+    """Eight requests of one prompt and two salts, in a pool that does not hold their responses."""
     (alone,) = decode(models, prompts=[PROMPT], max_tokens=60)
     engine = make_engine(models, batch=8, page_size=4, max_context=128, kv_tokens=400)
     requests = []
@@ -49,14 +49,14 @@ def test_n_grams_are_shared_with_the_same_salt_only():
     prompt = list(range(1, 9))
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     accepted = []
-    replies = []
+    responses = []
     for salt in SALTS:
         given = SamplingParams(max_tokens=24, ignore_eos=True, cache_salt=salt)
         (output,) = llm.generate([prompt], given)
         accepted.append(output.stats.accept_length)
-        replies.append(output.token_ids)
+        responses.append(output.token_ids)
     (plain,) = LLM(tiny_target(), max_context=128).generate([prompt], params)
-    assert replies == [plain.token_ids] * len(SALTS)
+    assert responses == [plain.token_ids] * len(SALTS)
     first = accepted[0]
     for value, is_repeated in zip(accepted, IS_REPEATED, strict=True):
         assert value > first + 1 if is_repeated else value == first

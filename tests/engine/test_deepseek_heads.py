@@ -77,7 +77,7 @@ def plain(models):
 
 
 def accept_length(parts) -> float:
-    """Accept length of the statistics of several replies."""
+    """Accept length of the statistics of several responses."""
     stats = SpecStats()
     for part in parts:
         stats.add(part)

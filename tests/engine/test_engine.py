@@ -37,14 +37,14 @@ def test_max_tokens_is_exact_inside_an_accepted_run(models, plain, max_tokens):
         assert len(request.stats.spec.num_accepted_at) < max_tokens, "drafts behind the end were not accepted"
 
 
-def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models, plain):
+def test_a_stop_token_ends_the_response_inside_an_accepted_run(models, plain):
     stop = plain[2].token_ids[7]
     for request, full in zip(decode(models, "5,4,16", stop_token_ids=(stop,)), plain, strict=True):
         end = full.token_ids.index(stop) + 1 if stop in full.token_ids else 40
         assert request.token_ids == full.token_ids[:end]
         assert request.finish_reason == ("stop" if stop in full.token_ids else "length")
         num_text_tokens = end - (stop in full.token_ids)
-        assert request.reply.num_text_tokens == num_text_tokens, "the stop token is no part of the text"
+        assert request.response.num_text_tokens == num_text_tokens, "the stop token is no part of the text"
         assert request.stats.spec.num_emitted_tokens == end - 1
 
 
@@ -66,8 +66,8 @@ def test_bad_prompts_are_refused_before_any_work(models, monkeypatch):
         LLM(tiny_target(vocab_size=13), models[1])
 
 
-def test_a_reply_that_fits_no_pool_in_one_shape_is_served_in_another(models):
-    """A deep shape needs more room behind a reply. What was used before does not matter."""
+def test_a_response_that_fits_no_pool_in_one_shape_is_served_in_another(models):
+    """A deep shape needs more room behind a response. What was used before does not matter."""
     sizes = {"max_context": 32, "max_batch_size": 1, "kv_tokens": 48, "page_size": 4}
     llm = LLM(models[0], models[1], graph_mode="off", **sizes)
     deep = "30,1,31"
@@ -215,7 +215,7 @@ def test_times_and_totals_count_everything_once(models, monkeypatch):
     totals = engine.totals
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
-    def reply_to(number, prompt):
+    def response_to(number, prompt):
         request = Request(number, prompt, SamplingParams(max_tokens=5, ignore_eos=True), arrived_at=now[0])
         engine.add_request(request)
         now[0] += 100  # it waits
@@ -229,10 +229,10 @@ def test_times_and_totals_count_everything_once(models, monkeypatch):
 
     # A prompt in three parts, then one whose beginning is cached.
     long = [(3 * i * i) % 11 for i in range(20)]
-    first = reply_to(0, long)
+    first = response_to(0, long)
     assert (first.prefill_s, first.decode_s) == (2.0, 4.0)
     assert (totals.num_steps, totals.num_prompt_tokens, totals.num_cached_prompt_tokens) == (7, 20, 0)
-    second = reply_to(1, [*long, 9])
+    second = response_to(1, [*long, 9])
     assert (second.prefill_s, second.decode_s) == (0.0, 4.0)
     assert (totals.num_prompt_tokens, totals.num_cached_prompt_tokens) == (41, 20)
     assert totals.num_generated_tokens == 10 and totals.num_finished == {"length": 2}
@@ -240,13 +240,13 @@ def test_times_and_totals_count_everything_once(models, monkeypatch):
 
     # The first again, with drafts.
     engine.use_shape(SpecShape(4, 1, 5))
-    third = reply_to(2, list(long))
+    third = response_to(2, list(long))
     assert third.num_cached_tokens == 0 and third.token_ids == first.token_ids
     assert totals.num_drafts == third.stats.num_verifies > 0
     assert totals.num_draft_tokens == 4 * totals.num_drafts
 
 
-def test_a_next_turn_finds_the_reply_of_the_last(models):
+def test_a_next_turn_finds_the_response_of_the_last(models):
     check_next_turn(models, max_context=128)
 
 
@@ -290,7 +290,7 @@ def test_abort_works_in_every_state(models):
     assert requests[1].token_ids and len(requests[2].token_ids) == 50
 
 
-def test_a_reply_that_can_never_fit_is_refused(models):
+def test_a_response_that_can_never_fit_is_refused(models):
     engine = make_engine(models, kv_tokens=64)
     with pytest.raises(UserError, match="do not fit"):
         engine.add_request(Request(0, [1] * 40, SamplingParams(max_tokens=60)))

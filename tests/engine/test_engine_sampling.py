@@ -1,6 +1,6 @@
 """Sampling in the engine: the distributions and log-probabilities are the target's.
 
-That seeded replies depend on no draft and no batch is in `test_conformance`.
+That seeded responses depend on no draft and no batch is in `test_conformance`.
 """
 
 import pytest
@@ -31,7 +31,7 @@ CHAINS, TREES = (tuple(map(SpecShape.parse, names)) for names in (("1,1,2", "3,1
 
 @pytest.fixture(scope="module")
 def greedy(models):
-    """Replies of plain greedy decoding."""
+    """Responses of plain greedy decoding."""
     return [request.token_ids for request in decode(models, None)]
 
 
@@ -48,7 +48,7 @@ def test_requests_without_a_seed_draw_differently_and_repeat_with_the_engines_se
     assert texts(0) == texts(0) != texts(1)
 
 
-def test_the_first_two_tokens_of_a_reply_are_drawn_independently():
+def test_the_first_two_tokens_of_a_response_are_drawn_independently():
     """Over equal logits a token is its uniform number, so one number for both would give the same token."""
     target = tiny_target(vocab_size=11, num_layers=1, std=0.0)
     prompts = [[1 + i % 9, 2, i % 7] for i in range(40)]
@@ -65,8 +65,10 @@ def test_logprobs_equal_scoring_the_text_anew(models, shape):
         (request,) = decode(models, shape, prompts=PROMPTS[2:3], logprobs=3, **params)
         ids = request.prompt_ids + request.token_ids
         distributions = llm.logits(ids).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
-        assert len(request.reply.logprobs) == len(request.token_ids)
-        for row, token, entry in zip(distributions, request.token_ids, request.reply.logprobs, strict=True):
+        assert len(request.response.logprobs) == len(request.token_ids)
+        for row, token, entry in zip(
+            distributions, request.token_ids, request.response.logprobs, strict=True
+        ):
             assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
             values, _ = row.topk(3)
             assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
@@ -150,7 +152,7 @@ def test_tokens_that_cannot_be_allowed_are_refused(models, given):
 
 
 def test_an_earlier_request_leaves_nothing_in_its_slot(models):
-    """Neither tokens of its prompt, which one penalty counts, nor of its reply, nor biases."""
+    """Neither tokens of its prompt, which one penalty counts, nor of its response, nor biases."""
     earlier = [{"repetition_penalty": 3.0, "logit_bias": {5: 3.0}}, {"frequency_penalty": 1.0}]
     earlier.append({"allowed_token_ids": (5, 6)})
     later = [{"repetition_penalty": 3.0}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}]

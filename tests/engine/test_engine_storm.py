@@ -98,7 +98,7 @@ def test_a_storm_of_events_loses_nothing(
             request = Request(number, _prompt(rng), params, priority=rng.choice((0, 0, 0, 1)))
             request.group = max(0, number - rng.choice((0, 0, number % 8)))
             if rng.random() < share_of_grammars:
-                request.reply.match = RandomMatch(rng)
+                request.response.match = RandomMatch(rng)
             engine.add_request(request)
             alive.append(request)
             number += 1
@@ -123,11 +123,11 @@ def test_a_storm_of_events_loses_nothing(
         elif request.finish_reason == "context":
             assert request.num_tokens == 60
         elif request.finish_reason == "stop":
-            assert request.reply.match or (tokens[-1] == STOP and not params.ignore_eos)
+            assert request.response.match or (tokens[-1] == STOP and not params.ignore_eos)
         if not params.ignore_eos:
             assert STOP not in tokens[:-1]
-        if request.reply.match is None:
-            assert request.reply.num_text_tokens == len(tokens) - (request.finish_reason == "stop")
+        if request.response.match is None:
+            assert request.response.num_text_tokens == len(tokens) - (request.finish_reason == "stop")
     totals = engine.totals
     served = finished + alive
     admitted = [request for request in served if request.stats.admitted_at > 0.0]
@@ -147,7 +147,7 @@ def test_a_storm_of_events_loses_nothing(
 
 
 @pytest.mark.parametrize("shape", [None, "4,1,5"])
-def test_the_end_token_ends_a_reply_and_is_no_part_of_its_text(shape):
+def test_the_end_token_ends_a_response_and_is_no_part_of_its_text(shape):
     target = tiny_target(vocab_size=6, num_layers=1, eos_token_ids=(STOP,))
     engine = Engine(target, None, resolved(4, 300, kv_tokens=1600, page_size=4))
     shape = SpecShape.parse(shape)
@@ -160,6 +160,6 @@ def test_the_end_token_ends_a_reply_and_is_no_part_of_its_text(shape):
     for request in ended:
         assert request.token_ids.index(STOP) == len(request.token_ids) - 1
         assert request.finish_reason == "stop"
-        assert request.reply.num_text_tokens == len(request.token_ids) - 1
+        assert request.response.num_text_tokens == len(request.token_ids) - 1
     assert STOP in unended.token_ids[:-1]
-    assert unended.reply.num_text_tokens == len(unended.token_ids) == 250
+    assert unended.response.num_text_tokens == len(unended.token_ids) == 250

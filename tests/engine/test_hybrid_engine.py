@@ -74,13 +74,13 @@ def engine_of(models, shape, batch=5, **options):
         ],
     ),
 )
-def test_replies_are_those_of_whole_forwards(models, wanted, name, shape):
+def test_responses_are_those_of_whole_forwards(models, wanted, name, shape):
     options = OPTIONS[name]
     engine = engine_of(models, shape, **options)
     for first in (0, 10):  # the second time with whatever the first has left
         requests = requests_of(PROMPTS, first, max_tokens=25)
         serve(engine, requests)
-        assert [request.token_ids for request in requests] == [reply[:25] for reply in wanted]
+        assert [request.token_ids for request in requests] == [response[:25] for response in wanted]
     if "kv_tokens" in options:
         assert engine.totals.num_preemptions
     if name == "recorded":

@@ -134,7 +134,7 @@ def test_an_algorithm_may_be_written_in_small_letters():
     assert llm.config.algorithm == "NGRAM" and llm.default_shape == NGRAM_SHAPE
 
 
-def test_a_progress_bar_counts_replies(llm, capsys):
+def test_a_progress_bar_counts_responses(llm, capsys):
     llm.generate([[1, 2], [3], [4]], SamplingParams(max_tokens=2))
     assert not capsys.readouterr().err
     llm.generate([[1, 2], [3], [4]], SamplingParams(max_tokens=2), progress=True)

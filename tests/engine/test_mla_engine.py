@@ -49,7 +49,7 @@ def plain(models):
 
 
 def test_plain_decoding_says_what_transformers_generates(theirs, plain):
-    for prompt, reply in zip(PROMPTS, plain, strict=True):
+    for prompt, response in zip(PROMPTS, plain, strict=True):
         ids = torch.tensor([prompt])
         out = theirs.generate(
             ids,
@@ -59,7 +59,7 @@ def test_plain_decoding_says_what_transformers_generates(theirs, plain):
             eos_token_id=theirs.config.eos_token_id,
             pad_token_id=0,
         )
-        assert reply == out[0, len(prompt) :].tolist()
+        assert response == out[0, len(prompt) :].tolist()
     assert max(map(len, plain)) == 20
 
 

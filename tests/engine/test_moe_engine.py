@@ -27,7 +27,7 @@ def test_mixtures_say_what_transformers_generates_whatever_is_drafted(name, tmp_
     plain = [r.token_ids for r in decode(models, max_tokens=20)]
     speculated = decode(models, "4,4,16", batch=5, page_size=3, max_tokens=20)
     assert [r.token_ids for r in speculated] == plain
-    for prompt, reply in zip(PROMPTS, plain, strict=True):
+    for prompt, response in zip(PROMPTS, plain, strict=True):
         ids = torch.tensor([prompt])
         said = theirs.generate(
             ids,
@@ -37,4 +37,4 @@ def test_mixtures_say_what_transformers_generates_whatever_is_drafted(name, tmp_
             eos_token_id=2,
             pad_token_id=0,
         )
-        assert reply == said[0, len(prompt) :].tolist()
+        assert response == said[0, len(prompt) :].tolist()

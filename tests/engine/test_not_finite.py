@@ -39,7 +39,7 @@ def serve(engine, prompts, params):
     return requests
 
 
-def replies(engine, prompts, params):
+def responses(engine, prompts, params):
     return [request.token_ids for request in serve(engine, prompts, params)]
 
 
@@ -54,7 +54,7 @@ def engine_of(pair, shape, **options):
 def test_the_request_ends_alone(shape, temperature, lag):
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True)
     pair = models()
-    expected = replies(engine_of(pair, shape, lag=lag), GOOD, params)
+    expected = responses(engine_of(pair, shape, lag=lag), GOOD, params)
     engine = engine_of(pair, shape, lag=lag)
     bad = [5, BAD, *range(20, 30)]
     requests = serve(engine, [GOOD[0], bad, *GOOD[1:]], params)
@@ -65,12 +65,12 @@ def test_the_request_ends_alone(shape, temperature, lag):
     assert engine.totals.num_finished == {"error": 1, "length": 3}
     assert engine.page_pool.match(bad) == [], "no page that led to NaN is cached"
     assert engine.page_pool.match(GOOD[2]), "those of the others are"
-    assert replies(engine, GOOD, params) == expected, "pages and slots that held NaN are used again"
+    assert responses(engine, GOOD, params) == expected, "pages and slots that held NaN are used again"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("shape", [None, "3,1,4", "3,2,6"])
-def test_a_reply_ends_before_the_token_whose_logits_are_not_finite(shape, value):
+def test_a_response_ends_before_the_token_whose_logits_are_not_finite(shape, value):
     """``logit_bias`` makes the target emit the token; its own logits come a cycle later."""
     params = SamplingParams(max_tokens=12, logit_bias={BAD: 1e9}, ignore_eos=True)
     engine = engine_of(models(value), shape)
@@ -86,8 +86,8 @@ def test_recordings_carry_the_flag():
     engine.runner.graphs = CpuGraphs(2)
     engine.use_shape(SpecShape.parse("3,1,4"))
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
-    expected = replies(engine_of(pair, "3,1,4"), GOOD[:2], params)
-    assert replies(engine, GOOD[:2], params) == expected and engine.runner.graphs.num_graphs
+    expected = responses(engine_of(pair, "3,1,4"), GOOD[:2], params)
+    assert responses(engine, GOOD[:2], params) == expected and engine.runner.graphs.num_graphs
     with torch.no_grad():
         poison = int(expected[0][5])
         pair[0].embed_tokens.weight[poison] = math.nan
@@ -143,7 +143,7 @@ def test_the_request_ends_alone_by_the_kernels_of_a_gpu(triton_device, vocab, sh
     pair = target, None if shape is None else tiny_head(target).to(triton_device)
     prompts = [[3, 4], [5, 20]]
     with use("triton"):
-        expected = replies(engine_of(pair, shape), prompts, params)
+        expected = responses(engine_of(pair, shape), prompts, params)
         poison = expected[1][1]
         assert poison not in expected[0]
         with torch.no_grad():
@@ -162,7 +162,7 @@ def test_finite_rows():
 def test_the_request_ends_alone_where_windows_are_packed():
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     pair, shapes = models(), tuple(map(SpecShape.parse, ("3,1,4", "3,2,6")))
-    expected = replies(engine_of(pair, None), GOOD, params)
+    expected = responses(engine_of(pair, None), GOOD, params)
     for seed in range(4):
         engine = make_engine(pair, batch=4, page_size=4)
         engine.use_shape(Restless(seed, shapes, most_plain=2))
@@ -184,7 +184,7 @@ def test_a_draft_that_is_not_finite_changes_no_greedy_token(kind):
         for weight in head.parameters():
             weight.fill_(math.nan)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
-    expected = replies(engine_of((target, None), None), GOOD[:2], params)
+    expected = responses(engine_of((target, None), None), GOOD[:2], params)
     modes = [("2,1,3", {}), ("2,3,6", {})]
     if "module" not in kind or kind == "one module":
         modes.append(("2,1,3", {"sampled_drafts": True}))

@@ -43,13 +43,13 @@ def plain_counts(target):
 
 @pytest.fixture(scope="module")
 def pairs(target):
-    """The target with a head of each name, which has learned its sampled replies."""
-    replies = decode((target, None), prompts=[[i % 11, i % 7] for i in range(16)], temperature=1.0, seed=1)
-    texts = [torch.tensor([*r.prompt_ids, *r.token_ids]) for r in replies]
+    """The target with a head of each name, which has learned its sampled responses."""
+    responses = decode((target, None), prompts=[[i % 11, i % 7] for i in range(16)], temperature=1.0, seed=1)
+    texts = [torch.tensor([*r.prompt_ids, *r.token_ids]) for r in responses]
     ids, lengths = torch.cat(texts), torch.tensor([len(text) for text in texts])
     doc_start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    reply = torch.arange(len(texts)).repeat_interleave(lengths)
-    plan = make_row_plan(reply, doc_start, STEPS)
+    response = torch.arange(len(texts)).repeat_interleave(lengths)
+    plan = make_row_plan(response, doc_start, STEPS)
     weights = [torch.full((n,), 1 / n) for n in plan.counts]
 
     def learned(make, changes):
@@ -91,7 +91,7 @@ def test_drawn_chains_have_the_distribution_of_plain_sampling(pairs, plain_count
 
 
 @pytest.mark.parametrize("name", ["dspark", pytest.param("dflash", marks=pytest.mark.nightly)])
-def test_replies_sampled_over_trees_have_the_distribution_of_plain_sampling(pairs, plain_counts, name):
+def test_responses_sampled_over_trees_have_the_distribution_of_plain_sampling(pairs, plain_counts, name):
     """Best-first over the block's candidates, DSpark's corrected by the token before."""
     assert excess(pair_counts(pairs[name], COUNT, shape="3,2,6", seed=4), plain_counts) < 4
 
@@ -136,7 +136,7 @@ def test_windows_cut_by_confidences_keep_the_distribution(pairs, plain_counts, v
 
 @pytest.fixture(scope="module")
 def greedy(target):
-    """Replies of plain greedy decoding."""
+    """Responses of plain greedy decoding."""
     return [r.token_ids for r in decode((target, None), prompts=PROMPTS[:3], max_tokens=25)]
 
 

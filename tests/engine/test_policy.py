@@ -22,7 +22,7 @@ SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "3,2,6", "5,4,16")))
 
 @pytest.fixture(scope="module")
 def plain(models):
-    """Replies of plain decoding by the name of their sampling."""
+    """Responses of plain decoding by the name of their sampling."""
     return {
         name: [request.token_ids for request in decode(models, max_tokens=40, **params)]
         for name, params in SAMPLING.items()
@@ -101,7 +101,7 @@ def test_a_draft_that_has_waited_accepts_what_it_would_behind_a_prompt(models, b
 @pytest.mark.parametrize("most", sweep([16, 40, 100, 512], fast=[16, 100]))
 def test_a_batch_that_catches_up_computes_no_more_rows_than_memory_is_planned_for(models, most, monkeypatch):
     engines = [make_engine(models, 4, max_context=512, prefill_tokens=tokens) for tokens in (512, most)]
-    params, replies, rows = SamplingParams(max_tokens=60, ignore_eos=True), [], []
+    params, responses, rows = SamplingParams(max_tokens=60, ignore_eos=True), [], []
     extend = AutoregressiveDrafter.extend
 
     def watched(self, state, pending, *args):
@@ -114,8 +114,8 @@ def test_a_batch_that_catches_up_computes_no_more_rows_than_memory_is_planned_fo
         engine.use_shape(Late(36))
         requests = [Request(i, [*PROMPTS[i]][:9], params) for i in range(4)]
         serve(engine, requests)
-        replies.append([(request.token_ids, request.stats.spec) for request in requests])
-    assert replies[0][0] == replies[1][0]
+        responses.append([(request.token_ids, request.stats.spec) for request in requests])
+    assert responses[0][0] == responses[1][0]
     assert 32 <= max(rows) <= max(most, 36), "at most one request's where it alone is more"
 
 

@@ -143,15 +143,15 @@ def test_a_stop_text_is_a_text_or_a_list(llm):
         assert output.finish_reason == "stop" and output.text == whole.text[: whole.text.index(stop)]
 
 
-def test_n_replies_are_those_of_their_seeds(llm):
+def test_n_responses_are_those_of_their_seeds(llm):
     params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=8, ignore_eos=True)
     seen = []
     outputs = llm.generate(["Hi", "Ho"], params, on_finish=lambda at, output: seen.append((at, output)))
     for text, output in zip(["Hi", "Ho"], outputs, strict=True):
-        assert [reply.index for reply in output.outputs] == [0, 1, 2]
-        for reply in output.outputs:
-            alone = SamplingParams(temperature=1.0, seed=4 + reply.index, max_tokens=8, ignore_eos=True)
-            assert reply.token_ids == llm.generate(text, alone)[0].token_ids
+        assert [response.index for response in output.outputs] == [0, 1, 2]
+        for response in output.outputs:
+            alone = SamplingParams(temperature=1.0, seed=4 + response.index, max_tokens=8, ignore_eos=True)
+            assert response.token_ids == llm.generate(text, alone)[0].token_ids
     assert sorted(at for at, _ in seen) == [0, 1]
     assert all(len(output.outputs) == 3 for _, output in seen)
     free = llm.generate("Hi", n=2, temperature=1.0, max_tokens=20, ignore_eos=True)[0]
@@ -159,7 +159,7 @@ def test_n_replies_are_those_of_their_seeds(llm):
 
 
 @pytest.mark.parametrize("call", ["stream", "stream_chat"])
-def test_a_stream_joins_to_the_replies(drafted, call):
+def test_a_stream_joins_to_the_responses(drafted, call):
     params = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=10, ignore_eos=True, stop="zz")
     whole = (drafted.generate if call == "stream" else drafted.chat)(["Hi", "Ho"], params, shape="3,1,4")
     texts = {}
@@ -173,16 +173,16 @@ def test_a_stream_joins_to_the_replies(drafted, call):
         if delta.finish_reason is not None:
             reasons[key] = delta.finish_reason
     for at, output in enumerate(whole):
-        for reply in output.outputs:
-            key = at, reply.index
+        for response in output.outputs:
+            key = at, response.index
             assert (texts[key], tokens[key], reasons[key]) == (
-                reply.text,
-                reply.token_ids,
-                reply.finish_reason,
+                response.text,
+                response.token_ids,
+                response.finish_reason,
             )
 
 
-def test_a_stream_that_is_left_ends_its_replies_and_one_that_is_not_keeps_the_model(llm):
+def test_a_stream_that_is_left_ends_its_responses_and_one_that_is_not_keeps_the_model(llm):
     for _ in llm.stream("Hi", max_tokens=50, ignore_eos=True):
         break
     assert not llm.engine().has_work and llm.engine().kv_usage == 0.0
@@ -247,7 +247,7 @@ SCHEMA["additionalProperties"] = False
     ],
     ids=["json", "json text", "regex", "choice", "grammar"],
 )
-def test_replies_match_their_constraint(drafted, constraint, matches):
+def test_responses_match_their_constraint(drafted, constraint, matches):
     pytest.importorskip("llguidance")
     (output,) = drafted.chat("Say.", max_tokens=60, structured_outputs=constraint)
     assert output.finish_reason == "stop" and matches(output.text)
@@ -327,7 +327,7 @@ def test_states_that_cannot_be_had_are_refused(llm, texts, layers, cause):
         llm.hidden_states(texts, layers=layers)
 
 
-def test_acceptance_is_the_sum_over_replies(drafted, llm):
+def test_acceptance_is_the_sum_over_responses(drafted, llm):
     stats = drafted.acceptance(["Hi", "Ho"], GREEDY)
     outputs = drafted.chat(["Hi", "Ho"], GREEDY, shape=drafted.default_shape)
     assert stats.num_verifies == sum(output.stats.num_verifies for output in outputs) > 0

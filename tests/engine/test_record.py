@@ -77,7 +77,7 @@ def test_drafts_that_cannot_be_predicted_are_refused(models, options):
         record_drafts(target, HeadDraftModel(head, target), resolved(1, 64, **options), requests_of())
 
 
-def test_each_reply_that_ends_is_told(models):
+def test_each_response_that_ends_is_told(models):
     target, head = models
     ended = []
     requests = requests_of(max_tokens=4)
@@ -86,13 +86,13 @@ def test_each_reply_that_ends_is_told(models):
     assert len(ended) == len(requests)
 
 
-def test_replies_without_a_cycle_record_nothing(models):
+def test_responses_without_a_cycle_record_nothing(models):
     target, head = models
     with pytest.raises(UserError, match="too short"):
         record_drafts(target, HeadDraftModel(head, target), resolved(1, 64), requests_of(max_tokens=1))
 
 
-def test_stop_texts_end_replies_whatever_the_lag(models):
+def test_stop_texts_end_responses_whatever_the_lag(models):
     """What is recorded is decoded without a lag, so a stop text is found in its step."""
 
     class Letters:

@@ -1,4 +1,4 @@
-"""Fair turns: no request holds the others, whatever it asks for, and giving way changes no reply.
+"""Fair turns: no request holds the others, whatever it asks for, and giving way changes no response.
 
 Waiting times are counted in steps of the engine, so they are the same on every machine."""
 
@@ -112,7 +112,7 @@ def test_free_slots_are_shared_by_clients_and_not_by_requests():
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_clients_with_long_queues_of_short_replies_do_not_hold_another_up(slots):
+def test_clients_with_long_queues_of_short_responses_do_not_hold_another_up(slots):
     engine = engine_of(slots)
     for i in range(slots):
         queue = requests_of([[each % 11, 2] for each in range(20)], first=20 * i, max_tokens=5)
@@ -176,7 +176,7 @@ def test_a_long_prompt_gives_way_to_a_first_token_after_its_turn(prefix_cache):
     assert long.finish_reason == "length"
 
 
-def test_long_replies_give_way_after_their_turn():
+def test_long_responses_give_way_after_their_turn():
     engine = engine_of()
     begin(engine, requests_of([[i, 1] for i in range(SLOTS)], max_tokens=400), steps=10)
     newcomers = requests_of([[5, 6], [7, 8]], first=100, max_tokens=300)
@@ -185,7 +185,7 @@ def test_long_replies_give_way_after_their_turn():
     assert newcomers[0].token_ids
 
 
-def test_a_first_token_does_not_wait_for_the_whole_turn_of_a_long_reply():
+def test_a_first_token_does_not_wait_for_the_whole_turn_of_a_long_response():
     engine = engine_of()
     begin(engine, requests_of([[i, 1] for i in range(SLOTS + 1)], max_tokens=400), steps=3 * TURN)
     waited = []
@@ -211,8 +211,8 @@ def test_short_prompts_that_come_with_a_long_one_do_not_wait_for_its_first_part(
 
 def test_long_prompts_beside_one_another_hold_no_slots_of_short_ones():
     engine = engine_of(prefill_tokens=64, mixed_prefill_tokens=8)
-    replies = requests_of([[1, 2]], max_tokens=400)
-    begin(engine, [*replies, *requests_of([[i, *LONG] for i in range(2 * SLOTS)], first=10)], steps=3)
+    responses = requests_of([[1, 2]], max_tokens=400)
+    begin(engine, [*responses, *requests_of([[i, *LONG] for i in range(2 * SLOTS)], first=10)], steps=3)
     assert engine.num_running == SLOTS
     newcomers = requests_of([[5, 6, i] for i in range(SLOTS - 2)], first=100, max_tokens=30)
     for newcomer in newcomers:
@@ -238,7 +238,7 @@ def test_choices_are_not_begun_again_and_again_for_newcomers():
 
 
 def loop(engine, clients, steps, max_tokens) -> int:
-    """Serve ``clients`` that ask for a short reply again and again -> the number of replies."""
+    """Serve ``clients`` that ask for a short response again and again -> the number of responses."""
     live, count = [], 0
     for _ in range(steps):
         live = [request for request in live if request.finish_reason is None]
@@ -251,7 +251,7 @@ def loop(engine, clients, steps, max_tokens) -> int:
 
 
 @pytest.mark.parametrize(("slots", "clients"), [(1, 2), (4, 4)])
-def test_a_long_reply_does_not_starve_behind_short_ones(slots, clients):
+def test_a_long_response_does_not_starve_behind_short_ones(slots, clients):
     engine = engine_of(slots)
     (long,) = requests_of([[1, 2]], max_tokens=400)
     begin(engine, [long], steps=70)
@@ -277,7 +277,7 @@ def test_nobody_gives_way_for_what_would_not_fit_even_so():
     assert engine.totals.num_preemptions == 0 and large.sequence.slot < 0 < len(small.token_ids)
 
 
-def test_replies_shorter_than_a_turn_are_never_interrupted():
+def test_responses_shorter_than_a_turn_are_never_interrupted():
     engine = engine_of()
     begin(engine, requests_of([[i % 11, 1] for i in range(5 * SLOTS)], max_tokens=TURN), steps=1000)
     assert engine.totals.num_preemptions == 0 and not engine.has_work
@@ -345,7 +345,7 @@ def decoded_in(engine, request, steps) -> list[int]:
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_replies_behind_long_prompts_sit_out_cycles_of_others(num_choices):
+def test_responses_behind_long_prompts_sit_out_cycles_of_others(num_choices):
     engine = engine_of()
     engine.scheduler.reading_cost, engine.scheduler.weights_cost = 0.1, 11.0
     long = requests_of([LONG] * num_choices, together=True, max_tokens=100, ignore_eos=True)
@@ -369,7 +369,7 @@ def test_replies_behind_long_prompts_sit_out_cycles_of_others(num_choices):
     assert decoded_in(engine, long[0], 3)[-1] >= before + 3
 
 
-def test_replies_that_sit_out_cycles_give_way_after_their_turn_too():
+def test_responses_that_sit_out_cycles_give_way_after_their_turn_too():
     engine = engine_of()
     engine.scheduler.reading_cost, engine.scheduler.weights_cost = 0.1, 3.0
     long = requests_of([LONG[200 + i :] for i in range(SLOTS - 1)], max_tokens=290, ignore_eos=True)
@@ -452,8 +452,8 @@ def test_a_long_prompt_has_its_half_of_each_step_beside_many_short_ones(num_shor
     """Also where each of the short ones takes more than all of a step's tokens, and is ended even so."""
     engine = engine_of(slots=8, prefill_tokens=64, mixed_prefill_tokens=16)
     engine.scheduler.attention_cost = 0.0
-    long, reply = requests_of([LONG, [1, 2]], max_tokens=400)
-    begin(engine, [reply, long], steps=1)
+    long, response = requests_of([LONG, [1, 2]], max_tokens=400)
+    begin(engine, [response, long], steps=1)
     steps = 0
     numbers = itertools.count()
     while not long.token_ids and steps < 200:
@@ -472,12 +472,12 @@ def test_a_request_that_was_sent_back_returns_though_another_is_no_turn_ahead_of
     )
     near, far = requests_of([[1], [2]], max_tokens=400)
     assert admitted(scheduler, [near, far]) == [0, 0]
-    near.reply.token_ids = [0] * (TURN + 10)
-    far.reply.token_ids = [0] * (5 * TURN)
+    near.response.token_ids = [0] * (TURN + 10)
+    far.response.token_ids = [0] * (5 * TURN)
     for request in (near, far):
         scheduler.mark_finite(request, request.num_to_compute)
     (waiting,) = requests_of([[3]], first=10, max_tokens=400)
-    waiting.reply.token_ids = [0] * TURN
+    waiting.response.token_ids = [0] * TURN
     scheduler.add(waiting)
     assert scheduler.plan().preempted == [far]
     assert waiting.sequence.slot >= 0
@@ -560,7 +560,7 @@ def test_a_request_that_would_take_the_pages_that_others_grow_into_waits():
         fast=[(None, 1.0, 0), ("3,2,6", 0.0, 1)],
     ),
 )
-def test_giving_way_changes_no_reply(models, shape, temperature, lag):
+def test_giving_way_changes_no_response(models, shape, temperature, lag):
     def serve(batch, arrivals):
         options = {"kv_tokens": 2000, "prefill_tokens": 16, "lag": lag}
         engine = make_engine(models, batch, page_size=4, max_context=256, **options)
@@ -638,7 +638,7 @@ def test_requests_give_way_on_the_rank_that_lacks_pages():
     scheduler = scheduler_of_ranks(4, 16)
     mine = requests_of([[i] * 7 for i in range(4)])
     assert admitted(scheduler, mine) == [0, 1, 0, 1]
-    mine[0].reply.token_ids = [0] * 13  # with the next cycle 6 of 8 pages, of which the third has 3
+    mine[0].response.token_ids = [0] * 13  # with the next cycle 6 of 8 pages, of which the third has 3
     for request in mine:
         scheduler.mark_computed(request, request.num_to_compute)
     preempted = scheduler.plan().preempted
@@ -657,7 +657,7 @@ def test_requests_give_way_on_a_full_rank_where_the_slots_are_taken():
     assert admitted(scheduler, [late]) == [1]
     for request in scheduler.running:
         scheduler.mark_finite(request, request.num_to_compute)
-    late.reply.token_ids = [0] * (2 * TURN)
+    late.response.token_ids = [0] * (2 * TURN)
     (waiting,) = requests_of([[8] * 3], first=20)
     scheduler.add(waiting)
     assert scheduler.plan().preempted == [late] and waiting.sequence.slot >= 0

@@ -1,4 +1,4 @@
-"""The text of a reply behind its prompt, and names of tokens, against the tokenizer's own decoding."""
+"""The text of a response behind its prompt, and names of tokens, against the tokenizer's own decoding."""
 
 import random
 from itertools import combinations, pairwise
@@ -22,7 +22,7 @@ def encoded(tokenizer, text):
 
 
 def read(tokenizer, runs, context, stop=(), special=frozenset()):
-    """Text of a reply that arrives in ``runs``."""
+    """Text of a response that arrives in ``runs``."""
     stream = TextStream(tokenizer, stop, special, context)
     for run in runs:
         if not stream.stopped:
@@ -45,7 +45,7 @@ def text_before(tokenizer, prompt, context):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_prompt_and_reply_join_to_the_whole_wherever_they_are_cut(tokenizer, text):
+def test_prompt_and_response_join_to_the_whole_wherever_they_are_cut(tokenizer, text):
     ids = encoded(tokenizer, text)
     whole = tokenizer.backend_tokenizer.decode(ids)
     for at in range(len(ids) + 1):
@@ -59,16 +59,18 @@ def test_prompt_and_reply_join_to_the_whole_wherever_they_are_cut(tokenizer, tex
             assert prompt + read(tokenizer, runs, context) == whole, (at, size)
 
 
-def test_every_cutting_of_a_reply_gives_the_same_text(tokenizer):
+def test_every_cutting_of_a_response_gives_the_same_text(tokenizer):
     prompt = encoded(tokenizer, "the cat")
-    reply = encoded(tokenizer, "x sat é the\n€")
-    reply = [token for token in reply if token != tokenizer.bos_token_id][1:]
+    response = encoded(tokenizer, "x sat é the\n€")
+    response = [token for token in response if token != tokenizer.bos_token_id][1:]
     context = text_context(tokenizer, prompt, is_text=True)
     decode = tokenizer.backend_tokenizer.decode
-    expected = decode(prompt + reply).removeprefix(decode(prompt))
-    texts = {read(tokenizer, runs, context) for runs in cuttings(reply[:11])}
+    expected = decode(prompt + response).removeprefix(decode(prompt))
+    texts = {read(tokenizer, runs, context) for runs in cuttings(response[:11])}
     assert len(texts) == 1 and expected.startswith(texts.pop().rstrip("\N{REPLACEMENT CHARACTER}"))
-    assert {read(tokenizer, [reply[:at], reply[at:]], context) for at in range(len(reply))} == {expected}
+    assert {read(tokenizer, [response[:at], response[at:]], context) for at in range(len(response))} == {
+        expected
+    }
 
 
 @pytest.mark.parametrize("seed", range(8))

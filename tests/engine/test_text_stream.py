@@ -272,7 +272,7 @@ class CountingTokenizer:
 
 
 def _work_of(tokenizer, run, num_tokens):
-    """Tokens that are decoded for a reply of ``num_tokens`` that repeats ``run``."""
+    """Tokens that are decoded for a response of ``num_tokens`` that repeats ``run``."""
     counting = CountingTokenizer(tokenizer)
     ids = [run[i % len(run)] for i in range(num_tokens)]
     detokenizer = Detokenizer(counting)
@@ -301,7 +301,7 @@ def test_tokens_without_a_text_are_decoded_in_proportion_to_their_number(family,
 
 @pytest.mark.parametrize("family", ["llama2", "gemma", "metaspace"])
 @pytest.mark.parametrize("size", [3, 1000])
-def test_a_reply_with_byte_tokens_has_one_text_however_it_arrives(family, size):
+def test_a_response_with_byte_tokens_has_one_text_however_it_arrives(family, size):
     """A character is shown before the next byte makes the run that it belongs to ill-formed."""
     tokenizer = _with_empty_token(FAMILIES[family]().backend_tokenizer)
     empty = tokenizer.token_to_id("")
@@ -323,7 +323,7 @@ def test_bytes_that_become_ill_formed_at_once_are_shown_as_they_are_one_by_one()
 
 
 def _in_pieces(tokenizer, ids, size):
-    """Text of a reply whose tokens arrive ``size`` at a time."""
+    """Text of a response whose tokens arrive ``size`` at a time."""
     stream = TextStream(tokenizer)
     for start in range(0, len(ids), size):
         stream.push(ids[start : start + size])

@@ -37,12 +37,12 @@ sys.exit(int(sys.argv[3]))
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_command_drives_the_server_and_its_reply_agrees(server, tmp_path, capsys, code):
-    reply, out = tmp_path / "reply.json", tmp_path / "a.json"
+def test_a_command_drives_the_server_and_its_response_agrees(server, tmp_path, capsys, code):
+    response, out = tmp_path / "response.json", tmp_path / "a.json"
     words = ["--base-url", server.url + "/v1", "--out", str(out)]
-    driver = [sys.executable, "-c", CLIENT, server.url, str(reply), str(code)]
+    driver = [sys.executable, "-c", CLIENT, server.url, str(response), str(code)]
     assert app.main(["bench", "serve", *words, "--", *driver]) == code
-    told = json.loads(reply.read_text())["speculation"]
+    told = json.loads(response.read_text())["speculation"]
     record = json.loads(out.read_text())
     figures = record["figures"]
     assert record["settings"]["driven_by"] == driver and record["seconds"] > 0

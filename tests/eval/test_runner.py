@@ -115,7 +115,7 @@ def test_summary_says_what_it_ran_on(prompts: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_second_turn_follows_the_plain_reply_for_every_setting(prompts: Path, tmp_path: Path) -> None:
+def test_a_second_turn_follows_the_plain_response_for_every_setting(prompts: Path, tmp_path: Path) -> None:
     fakes = Fakes(wrong={"head1": {0: 3}})
     evaluate(prompts, tmp_path / "out", fakes)
     plain = next(
@@ -326,7 +326,7 @@ def test_a_target_whose_weights_have_changed_is_refused(prompts: Path, tmp_path:
 def test_batches_share_their_decoding_seconds(prompts: Path, tmp_path: Path) -> None:
     summary = evaluate(prompts, tmp_path / "out", Fakes(), batch_size=2, shapes=["2,1,3"])
     plain = [r for r in records(tmp_path / "out") if r["draft"] is None]
-    # Every reply takes 12 verifies of 0.5 s; two in a batch share them; p4 and p1's turn two are alone.
+    # Every response takes 12 verifies of 0.5 s; two in a batch share them; p4 and p1's turn two are alone.
     assert [r["decode_share_s"] for r in plain] == [3.0] * 2 + [6.0] + [3.0] * 2 + [6.0]
     assert find_row(summary, None, "none")["decode_tokens_per_s"] == pytest.approx(6 * 12 / 24)
     assert find_row(summary, None, "none")["decode_s"] == 24.0

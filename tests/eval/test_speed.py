@@ -92,6 +92,6 @@ def test_prompts_that_leave_no_room_are_refused(folders, capsys):
     assert "No prompt leaves room" in capsys.readouterr().err
 
 
-def test_replies_of_one_token_are_refused(folders, capsys):
+def test_responses_of_one_token_are_refused(folders, capsys):
     assert main(words_of(folders, "--shapes", "1,1,2", "--batches", "1", "--max-tokens", "1")) == 2
     assert "too short to be timed" in capsys.readouterr().err

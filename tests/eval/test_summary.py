@@ -23,7 +23,7 @@ def answer(run: Setting, task: str, number: int, category: str, emitted: list[in
 
 
 def example() -> list[Answer]:
-    """A long reply with an accept length of 1 and a short one with 5."""
+    """A long response with an accept length of 1 and a short one with 5."""
     return [
         answer(PLAIN, "t", 0, "a", [1] * 40, 4.0),
         answer(CHAIN, "t", 0, "a", [1] * 40, 8.0),
@@ -109,7 +109,7 @@ def test_identity_is_reported_with_the_first_difference() -> None:
     first, second = identity_lines(summary)
     assert first == "greedy identical: no (1 of 3 answers differ from plain decoding)"
     assert second == (
-        "  t a0, turn 1, head 4,1,5: token 7 of the reply is 12 ' the', plain decoding has 11 ' a' "
+        "  t a0, turn 1, head 4,1,5: token 7 of the response is 12 ' the', plain decoding has 11 ' a' "
         "(logit gap 0.00125)."
     )
     assert "1 differ" in table(summary)

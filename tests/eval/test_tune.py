@@ -21,7 +21,7 @@ from eagle_kit.eval.tune_check import SHAPES, tokens_a_cycle
 from eagle_kit.models.loading.loader import load_target
 
 
-def test_replies_that_end_cut_their_last_cycle():
+def test_responses_that_end_cut_their_last_cycle():
     shape, reach = SpecShape(3, 1, 4), (0.6, 0.4, 0.25)
     rng, table, num_cycles = random.Random(0), AcceptanceTable.of({shape: Acceptance(2.25, reach)}), 0
     for _ in range(20_000):

@@ -78,13 +78,13 @@ def test_a_chat_goes_on_and_finds_its_beginning_in_the_cache(
     assert len(counts) == 2 and min(counts) > 0
 
 
-def test_replies_are_streamed(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_responses_are_streamed(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = "\n".join(run("stream", capsys, target=target))
     assert re.search(r"^0 (stop|length) ", text, re.MULTILINE)
     assert re.search(r"^1 (stop|length) ", text, re.MULTILINE)
 
 
-def test_replies_match_their_constraints(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_responses_match_their_constraints(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llguidance")
     *before, choice, number, sentence = run("structured_output", capsys, target=target)
     assert choice in ("red", "green", "blue") and re.fullmatch("[0-9]{2}", number)
@@ -92,8 +92,8 @@ def test_replies_match_their_constraints(target: str, capsys: pytest.CaptureFixt
     assert len(before) <= 1
 
 
-def test_several_replies_have_log_probabilities(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = run("several_replies", capsys, target=target)
+def test_several_responses_have_log_probabilities(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run("several_responses", capsys, target=target)
     numbers = [line.split(" ", 2)[:2] for line in lines[:3]]
     assert [number for number, _ in numbers] == ["0", "1", "2"]
     assert all(float(logprob) < 0 for _, logprob in numbers) and len(lines) > 3

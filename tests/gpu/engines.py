@@ -58,7 +58,7 @@ def make(models: tuple[Any, Any], mode: GraphMode = "off", **options: Any) -> LL
     return llm
 
 
-def replies(
+def responses(
     llm: LLM,
     shape: str | None = None,
     tokens: int = pick(96, 8),
@@ -73,7 +73,7 @@ def replies(
         for i, p in enumerate(prompts)
     ]
     for request in requests:
-        request.reply.match = match
+        request.response.match = match
         engine.add_request(request)
     while engine.has_work:
         engine.step()

@@ -15,7 +15,16 @@ from eagle_kit.drafts.base.draft_model import StandaloneDraftModel
 from eagle_kit.engine.graphs.cuda_graph import CaptureError, Graph, write
 from eagle_kit.engine.graphs.warm_up import warm_up
 from eagle_kit.ops.backend import use
-from tests.gpu.engines import PROMPTS, accept_length, make, random_models, replies, runner_of, stores, trained
+from tests.gpu.engines import (
+    PROMPTS,
+    accept_length,
+    make,
+    random_models,
+    responses,
+    runner_of,
+    stores,
+    trained,
+)
 from tests.gpu.place import DEVICE, DTYPES, ON_GPU, memory, no_waiting, pick, synchronize
 
 SAMPLING_PARAMS = {
@@ -37,9 +46,9 @@ def test_graphs_say_what_eager_cycles_say(mode, shape, sampling):
     models = trained()
     topk = min(SpecShape.parse(shape).topk, 9)
     shape = shape if topk == SpecShape.parse(shape).topk else "6,9,54"
-    expected = replies(make(models), shape, **SAMPLING_PARAMS[sampling])
+    expected = responses(make(models), shape, **SAMPLING_PARAMS[sampling])
     llm = make(models, mode)
-    assert replies(llm, shape, **SAMPLING_PARAMS[sampling]) == expected
+    assert responses(llm, shape, **SAMPLING_PARAMS[sampling]) == expected
     assert runner_of(llm).graphs.num_graphs > 0
     if shape != "none":
         assert accept_length(llm) > 1.2, "hardly a draft was accepted, so little was compared"
@@ -71,9 +80,9 @@ def test_all_verifiers_and_drafts(mode, name, sampling):
         draft = None
     if options.get("whole"):
         options, draft = {}, StandaloneDraftModel(target)
-    expected = replies(make((target, draft), shape=shape, **options), shape, **SAMPLING_PARAMS[sampling])
+    expected = responses(make((target, draft), shape=shape, **options), shape, **SAMPLING_PARAMS[sampling])
     llm = make((target, draft), mode, shape=shape, **options)
-    assert replies(llm, shape, **SAMPLING_PARAMS[sampling]) == expected
+    assert responses(llm, shape, **SAMPLING_PARAMS[sampling]) == expected
     assert runner_of(llm).graphs.num_graphs > 0 and accept_length(llm) > 1.1
 
 
@@ -98,9 +107,9 @@ def test_grammars_split_the_cycle(mode, shape, sampling):
     models = trained()
     llm = make(models, mode)
     for match in (None, Even(), None):
-        expected = replies(make(models), shape, match=match, **SAMPLING_PARAMS[sampling])
-        assert replies(llm, shape, match=match, **SAMPLING_PARAMS[sampling]) == expected
-        assert match is None or all(token % 2 == 0 for reply in expected for token in reply)
+        expected = responses(make(models), shape, match=match, **SAMPLING_PARAMS[sampling])
+        assert responses(llm, shape, match=match, **SAMPLING_PARAMS[sampling]) == expected
+        assert match is None or all(token % 2 == 0 for response in expected for token in response)
 
 
 TABLES = ["5,4,16 2:4,1,5 4:none", "none 2:5,4,16", "3,1,4 3:2,3,6"]
@@ -113,10 +122,10 @@ def test_shapes_change_with_the_batch(mode, table, sampling):
     """Five requests come and go, so that every batch size occurs, and every shape with it. Text is plain
     text, as drafts of most likely tokens never change any."""
     models = trained()
-    expected = replies(make(models), "none", **SAMPLING_PARAMS[sampling])
-    assert replies(make(models), table, **SAMPLING_PARAMS[sampling]) == expected
+    expected = responses(make(models), "none", **SAMPLING_PARAMS[sampling])
+    assert responses(make(models), table, **SAMPLING_PARAMS[sampling]) == expected
     llm = make(models, mode)
-    assert replies(llm, table, **SAMPLING_PARAMS[sampling]) == expected and accept_length(llm) > 1
+    assert responses(llm, table, **SAMPLING_PARAMS[sampling]) == expected and accept_length(llm) > 1
     graphs = runner_of(llm).graphs
     assert {key[1][1].shape for key in graphs._graphs} == set(ShapeTable.parse(table).shapes)
 
@@ -125,13 +134,13 @@ def test_shapes_change_with_the_batch(mode, table, sampling):
 def test_shapes_change_between_cycles(mode):
     """Plain cycles come between, behind which the draft catches up; all graphs are captured before."""
     models, shapes = trained(), [*map(SpecShape.parse, ("1,1,2", "4,1,5", "3,2,6"))]
-    expected = replies(make(models), "none")
+    expected = responses(make(models), "none")
     llm = make(models, mode)
     engine, policy = llm.engine("none"), Restless(0, shapes, most_plain=12)
     engine.use_shape(policy)
     known = warm_up(engine).num_graphs
     llm.engine = lambda shape: engine
-    assert replies(llm) == expected and policy.used >= set(shapes)
+    assert responses(llm) == expected and policy.used >= set(shapes)
     assert engine.num_graphs == known and accept_length(llm) > 1.1
 
 
@@ -139,10 +148,10 @@ def test_shapes_change_between_cycles(mode):
 def test_shapes_change_between_requests(mode):
     """Graphs and tables of an earlier shape are gone, its pool of memory too; the prefix cache may stay."""
     models, shapes = trained(), ("4,1,5", "5,4,16", "none", "2,3,6", "5,4,16", "4,1,5")
-    expected = {shape: replies(make(models), shape) for shape in set(shapes)}
+    expected = {shape: responses(make(models), shape) for shape in set(shapes)}
     llm = make(models, mode)
     for shape in shapes:
-        assert replies(llm, shape) == expected[shape], shape
+        assert responses(llm, shape) == expected[shape], shape
         assert runner_of(llm).graphs.num_graphs > 0
 
 
@@ -150,24 +159,24 @@ def test_shapes_change_between_requests(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_an_fp8_pool_is_captured_too(mode, shape):
     models, options = trained(pick(torch.bfloat16, torch.float32)), {"kv_dtype": "fp8_e4m3"}
-    assert replies(make(models, mode, **options), shape) == replies(make(models, **options), shape)
+    assert responses(make(models, mode, **options), shape) == responses(make(models, **options), shape)
 
 
 @pytest.mark.parametrize("page", [1, 16, 64])
 @pytest.mark.parametrize("mode", ["off", *MODES])
 def test_pages_change_nothing(mode, page):
     models = trained()
-    assert replies(make(models, mode, page_size=page), "5,4,16") == replies(make(models), "5,4,16")
+    assert responses(make(models, mode, page_size=page), "5,4,16") == responses(make(models), "5,4,16")
 
 
 @pytest.mark.parametrize("sizes", [(8,), (3, 5), (16,)])
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_dummies_change_nothing(sampling, sizes):
     models, options = trained(), {"max_batch_size": max(sizes), "batch_sizes": sizes}
-    expected = replies(
+    expected = responses(
         make(models, max_batch_size=1, batch_sizes=(1,)), "5,4,16", **SAMPLING_PARAMS[sampling]
     )
-    assert replies(make(models, "cycle", **options), "5,4,16", **SAMPLING_PARAMS[sampling]) == expected
+    assert responses(make(models, "cycle", **options), "5,4,16", **SAMPLING_PARAMS[sampling]) == expected
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "filtered", "with logprobs"])
@@ -177,7 +186,7 @@ def test_late_results_are_the_same_results(mode, shape, sampling):
     """The host may be a cycle behind: buffers of a graph are sent off before they are overwritten."""
     models = trained()
     at_once, late = (
-        replies(make(models, mode, lag=lag), shape, **SAMPLING_PARAMS[sampling]) for lag in (0, 1)
+        responses(make(models, mode, lag=lag), shape, **SAMPLING_PARAMS[sampling]) for lag in (0, 1)
     )
     assert late == at_once
 
@@ -188,12 +197,12 @@ def test_nobody_reads_what_nobody_wrote(mode, shape):
     """The stores are full of NaN on a GPU. The reference multiplies what it masks by zero, so a rehearsal has
     large numbers there."""
     models = trained()
-    expected = replies(make(models), shape)
+    expected = responses(make(models), shape)
     llm = make(models, mode)
     llm.engine(ShapeTable.parse(shape))
     for store in stores(llm):
         store.fill_(float("nan") if ON_GPU else 1e4)
-    assert replies(llm, shape) == expected
+    assert responses(llm, shape) == expected
 
 
 @pytest.mark.parametrize("shape", pick(["none", "4,1,5", "5,4,16"], ["2,2,4"]))
@@ -203,13 +212,13 @@ def test_the_kernels_say_what_the_reference_says(shape):
     options = pick({}, {"page_size": 4})
     given = pick({"tokens": 96}, {"tokens": 2, "prompts": PROMPTS[:3]})
     with use("reference"):
-        expected = replies(make(models, **options), shape, **given)
+        expected = responses(make(models, **options), shape, **given)
     with use("triton"):
-        assert replies(make(models, **options), shape, **given) == expected
+        assert responses(make(models, **options), shape, **given) == expected
 
 
 def busy(dtype: torch.dtype, policy: ShapePolicy | None = None):
-    """An engine in the midst of three endless replies, its graphs captured: the engine and its requests."""
+    """An engine in the midst of three endless responses, its graphs captured: the engine and its requests."""
     llm = make(random_models(dtype), "cycle", shape="5,4,16", batch_sizes=(4,))
     engine = llm.engine()
     if policy is not None:
@@ -311,5 +320,5 @@ def test_a_capture_failure_names_the_operation_and_leaves_all_as_it_was():
 def test_a_whole_model_of_other_weights_drafts_too():
     target, _ = trained()
     other = tiny_target(11, num_layers=1, seed=5).to(DEVICE)
-    expected = replies(make((target, None)), "none")
-    assert replies(make((target, StandaloneDraftModel(other)), "cycle"), "3,1,4") == expected
+    expected = responses(make((target, None)), "none")
+    assert responses(make((target, StandaloneDraftModel(other)), "cycle"), "3,1,4") == expected

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.gpu.engines import PROMPTS, accept_length, make, random_models, replies, trained
+from tests.gpu.engines import PROMPTS, accept_length, make, random_models, responses, trained
 from tests.gpu.place import pick
 
 TOKENS = pick(2000, 12)
@@ -23,7 +23,7 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_text_is_plain_text_in_fp32(name, shape):
     llm = make(MODELS[name](), "cycle")
-    plain, drafted = (replies(llm, s, tokens=TOKENS) for s in ("none", shape))
+    plain, drafted = (responses(llm, s, tokens=TOKENS) for s in ("none", shape))
     for prompt, one, other in zip(PROMPTS, plain, drafted, strict=True):
         assert len(one) >= TOKENS
         at = first_difference(one, other)
@@ -40,7 +40,7 @@ def test_greedy_text_is_plain_text_in_fp32(name, shape):
 def test_in_halves_the_first_difference_is_a_near_tie(name, shape, dtype, capsys):
     models = MODELS[name](dtype)
     llm = make(models, "cycle")
-    plain, drafted = (replies(llm, s, tokens=TOKENS) for s in ("none", shape))
+    plain, drafted = (responses(llm, s, tokens=TOKENS) for s in ("none", shape))
     exact = make((copy.deepcopy(models[0]).float(), None))
     for number, (prompt, one, other) in enumerate(zip(PROMPTS, plain, drafted, strict=True)):
         at = first_difference(one, other)
@@ -51,5 +51,5 @@ def test_in_halves_the_first_difference_is_a_near_tie(name, shape, dtype, capsys
         gap = float(top - logits[[one[at], other[at]]].min())
         share = gap / float(logits.abs().max())
         with capsys.disabled():
-            print(f"\n{name} {shape} {dtype}, reply {number}: token {at} differs, margin {share:.2%}")
+            print(f"\n{name} {shape} {dtype}, response {number}: token {at} differs, margin {share:.2%}")
         assert share < MARGIN

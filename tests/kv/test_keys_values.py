@@ -139,7 +139,7 @@ def test_a_prefill_by_kernels_reads_nothing_on_the_host(triton_device, store_dty
         assert attend(0, q, q[:0, :2], q[:0, :2]).shape == q.shape
 
 
-def replies(
+def responses(
     backend=None, shape="3,1,4", max_tokens=24, device="cpu", prompts=PROMPTS, num_layers=4, **options
 ):
     target = tiny_target(vocab_size=11, num_layers=num_layers).to(device)
@@ -158,17 +158,17 @@ def test_an_engine_by_kernels_says_what_the_reference_says(triton_device, kv_dty
     options = {"max_tokens": 2, "prefill_tokens": 12, "page_size": 4, "shape": "1,1,2", "prompts": prompts}
     options["num_layers"] = 1
     sizes = {"kv_dtype": kv_dtype, "device": triton_device, **options}
-    (llm, ours), (_, theirs) = replies("triton", **sizes), replies("reference", **sizes)
+    (llm, ours), (_, theirs) = responses("triton", **sizes), responses("reference", **sizes)
     assert ours == theirs and ours[0] == ours[2]
     assert llm.engine().totals.num_cached_prompt_tokens == 16
 
 
 @pytest.mark.parametrize("shape", ["3,1,4", "3,3,8"])
 def test_speculation_over_an_fp8_pool_is_plain_decoding_over_it(shape):
-    llm, drafted = replies(shape=shape, kv_dtype="fp8_e4m3", prefill_tokens=8)
+    llm, drafted = responses(shape=shape, kv_dtype="fp8_e4m3", prefill_tokens=8)
     assert llm.engine().runner.kv.k.dtype == llm.engine().runner.drafter.kv.v.dtype == FP8
-    assert drafted == replies(shape="none", kv_dtype="fp8_e4m3")[1]
-    wide, _ = replies(shape=shape)
+    assert drafted == responses(shape="none", kv_dtype="fp8_e4m3")[1]
+    wide, _ = responses(shape=shape)
     assert wide.memory_plan.bytes_per_token == 4 * llm.memory_plan.bytes_per_token
     kv = llm.engine().runner.kv, llm.engine().runner.drafter.kv
     assert llm.memory_plan.bytes_per_token == sum(each.bytes_per_token for each in kv)
@@ -176,7 +176,7 @@ def test_speculation_over_an_fp8_pool_is_plain_decoding_over_it(shape):
 
 def test_what_fp8_cannot_do_is_refused(monkeypatch):
     with pytest.raises(UserError, match="kv_dtype is 'int4'"):
-        replies(kv_dtype="int4")
+        responses(kv_dtype="int4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(UserError, match=r"compute capability 8\.9"):
         check_fp8(torch.device("cuda"))

@@ -16,21 +16,21 @@ CPU = torch.device("cpu")
 
 
 def packed(*documents: tuple[int, int]) -> SimpleNamespace:
-    """A packed sequence of documents, each of so many tokens of a prompt and of a reply."""
-    reply = []
+    """A packed sequence of documents, each of so many tokens of a prompt and of a response."""
+    response = []
     doc_start = []
     group = []
-    for number, (num_prompt, num_reply) in enumerate(documents):
-        start = len(reply)
-        reply += [-1] * num_prompt + [number] * num_reply
-        doc_start += [start] * (num_prompt + num_reply)
-        group += [number % 2] * (num_prompt + num_reply)
-    arrays = [np.array(part, dtype=np.int32) for part in (reply, reply, doc_start, group)]
-    return SimpleNamespace(ids=np.abs(arrays[0]), reply=arrays[1], doc_start=arrays[2], group=arrays[3])
+    for number, (num_prompt, num_response) in enumerate(documents):
+        start = len(response)
+        response += [-1] * num_prompt + [number] * num_response
+        doc_start += [start] * (num_prompt + num_response)
+        group += [number % 2] * (num_prompt + num_response)
+    arrays = [np.array(part, dtype=np.int32) for part in (response, response, doc_start, group)]
+    return SimpleNamespace(ids=np.abs(arrays[0]), response=arrays[1], doc_start=arrays[2], group=arrays[3])
 
 
 DATA = PackedRows([packed((3, 9), (5, 4)), packed((2, 6)), packed((1, 11), (1, 3), (6, 5))], ("one", "two"))
-"""Documents whose replies have 9, 4, 6, 11, 3 and 5 tokens, two of them behind a prompt of one token."""
+"""Documents whose responses have 9, 4, 6, 11, 3 and 5 tokens, two of them behind a prompt of one token."""
 
 
 def batches() -> list[MicroBatch]:
@@ -38,7 +38,7 @@ def batches() -> list[MicroBatch]:
     return [make_micro_batch(DATA, numbers, 3, CPU) for numbers in ([1, 2], [0])]
 
 
-def test_rows_laid_end_to_end_keep_their_replies_and_documents_apart() -> None:
+def test_rows_laid_end_to_end_keep_their_responses_and_documents_apart() -> None:
     """Together they carry loss where each does alone."""
     together = make_micro_batch(DATA, [1, 2], 3, CPU)
     first, second = (make_micro_batch(DATA, [number], 3, CPU) for number in (1, 2))
@@ -47,7 +47,8 @@ def test_rows_laid_end_to_end_keep_their_replies_and_documents_apart() -> None:
         assert rows.tolist() == first.plan.rows[step].tolist() + (second.plan.rows[step] + shift).tolist()
     assert together.num_documents == 4
     assert together.doc_start.unique().tolist() == [0, 8, 20, 24]
-    # A round starts behind every token of a reply but the last, and at step k not behind the last k either.
+    # A round starts behind every token of a response but the last, and at step k not behind the last k
+    # either.
     assert together.plan.counts == [sum(max(0, n - 1 - k) for n in (6, 11, 3, 5)) for k in range(3)]
 
 

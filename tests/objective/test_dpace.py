@@ -44,8 +44,8 @@ def test_a_training_step_weighs_every_row_by_its_own_steps(rule):
     """The loss over all rows of all steps, by a plain loop over rows."""
     target = tiny_target()
     head = tiny_head(target, 101).requires_grad_(True)
-    ids, reply, doc_start = packed_row()
-    plan = make_row_plan(reply, doc_start, STEPS, rule)
+    ids, response, doc_start = packed_row()
+    plan = make_row_plan(response, doc_start, STEPS, rule)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     weights = [torch.linspace(0.5, 1.0, count) for count in plan.counts]
     rows = target.head_weight[head.token_map]

@@ -39,8 +39,8 @@ def test_loss_and_every_gradient_equal_the_published_step(recipe):
     target = tiny_target()
     config = EAGLE1.new_config(Eagle1HeadConfig(fc_bias=bias, intermediate_size=97), target.config)
     head = randomise(Eagle1Head(config), 3, 0.15).bind(target.lm_head)
-    ids, reply, doc_start = packed_row()
-    plan = make_row_plan(reply, doc_start, steps)
+    ids, response, doc_start = packed_row()
+    plan = make_row_plan(response, doc_start, steps)
     features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     read = features._replace(hidden=features.hidden + 0.3 * noise(61, 48, seed=7))
     step_weights = [0.7**k for k in range(steps)]
@@ -65,7 +65,7 @@ def test_loss_and_every_gradient_equal_the_published_step(recipe):
         part = slice(start, stop)
         mine = published_losses(
             oracle, features.hidden[part].double(), read.hidden[part].double(), embeds[part], output,
-            reply[part], steps, weights, detach,
+            response[part], steps, weights, detach,
         )  # fmt: skip
         per_step = [(a + c, b + d) for (a, b), (c, d) in zip(per_step, mine, strict=True)]
     assert result.matches.tolist() == [hits for _, hits in per_step]

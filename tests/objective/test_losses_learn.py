@@ -20,26 +20,26 @@ from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.train.optim.optimizer import make_optimizer
 from eagle_kit.train.run.validation import Validator, share_weights
 
-PROMPT, REPLY, TEXTS, STEPS, SHAPE = 4, 20, 24, 3, "3,1,4"
+PROMPT, RESPONSE, TEXTS, STEPS, SHAPE = 4, 20, 24, 3, "3,1,4"
 VOCAB, DRAFT_VOCAB = 11, 9
 
 
 class Language:
-    """A target that learned one, replies of its own to learn from, and prompts that are held out."""
+    """A target that learned one, responses of its own to learn from, and prompts that are held out."""
 
     def __init__(self) -> None:
         self.target: LlamaModel = trained_models(VOCAB, DRAFT_VOCAB, steps=50, train_head=False)[0]
         drawn = torch.randint(VOCAB, (TEXTS + 8, PROMPT), generator=torch.Generator().manual_seed(1))
         prompts = drawn.tolist()
         llm = LLM(share_weights(self.target), None, max_batch_size=16, max_context=64)
-        params = SamplingParams(max_tokens=REPLY, temperature=1.0, seed=0)
+        params = SamplingParams(max_tokens=RESPONSE, temperature=1.0, seed=0)
         outputs = llm.generate(prompts[:TEXTS], params, shape="none")
         ids = [prompt + out.token_ids for prompt, out in zip(prompts[:TEXTS], outputs, strict=True)]
         self.ids = torch.tensor([token for text in ids for token in text])
-        number = torch.arange(TEXTS).repeat_interleave(PROMPT + REPLY)
-        self.doc_start = number * (PROMPT + REPLY)
+        number = torch.arange(TEXTS).repeat_interleave(PROMPT + RESPONSE)
+        self.doc_start = number * (PROMPT + RESPONSE)
         place = torch.arange(len(self.ids)) - self.doc_start
-        self.reply = torch.where(place >= PROMPT, number, -1)
+        self.response = torch.where(place >= PROMPT, number, -1)
         config = ValidationConfig(prompts=8, max_tokens=20, shapes=(SHAPE,))
         self.validator = Validator(self.target, prompts[TEXTS:], config)
 
@@ -61,7 +61,7 @@ class Language:
         training: Eagle3TrainingConfig,
         steps: int = 20,
     ) -> None:
-        plan = make_row_plan(self.reply, self.doc_start, STEPS)
+        plan = make_row_plan(self.response, self.doc_start, STEPS)
         layers = head.config.aux_layer_ids
         features = capture_features(self.target, self.ids, self.doc_start, layers, plan.is_teacher)
         rows = self.target.head_weight[head.token_map]

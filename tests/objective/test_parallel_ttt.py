@@ -86,13 +86,13 @@ def target():
 
 
 def batch_of(target, head, drop: RowDrop | None = None, *, ids=None, rule: str = "serving"):
-    own, reply, doc_start = packed_row()
+    own, response, doc_start = packed_row()
     ids, steps = own if ids is None else ids, head.most_steps or STEPS
     shares = uniforms = most = None
     if drop is not None:
         shares, most = drop.sampling.shares(steps), drop.sampling.most
         uniforms = drop.uniforms([3], [len(ids)])
-    plan = make_row_plan(reply, doc_start, steps, rule, shares, uniforms, most)
+    plan = make_row_plan(response, doc_start, steps, rule, shares, uniforms, most)
     features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     weights = [torch.full((n,), 0.9**k) for k, n in enumerate(plan.counts)]
     rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
@@ -222,9 +222,9 @@ def test_a_draft_depends_on_nothing_behind_it(target, name):
 
 
 def test_rows_are_dropped_at_the_published_shares_and_nested():
-    reply, start = torch.zeros(20000, dtype=torch.int64), torch.zeros(20000, dtype=torch.int64)
+    response, start = torch.zeros(20000, dtype=torch.int64), torch.zeros(20000, dtype=torch.int64)
     drop = RowDrop(RowSampling(0.8, 0.5), seed=0, step=0)
-    plan = make_row_plan(reply, start, 5, "serving", drop.sampling.shares(5), drop.uniforms([0], [20000]))
+    plan = make_row_plan(response, start, 5, "serving", drop.sampling.shares(5), drop.uniforms([0], [20000]))
     for depth, share in enumerate((1.0, 0.8, 0.64, 0.512, 0.5)):
         assert plan.counts[depth] / 20000 == pytest.approx(share, abs=0.01)
     for before, after in zip(plan.rows, plan.rows[1:], strict=False):

@@ -20,12 +20,12 @@ STEPS = 5
 ETA = 2.0
 
 
-def published_mask(reply, doc_start, step):
-    """The loss mask of EAGLE-3's code for each conversation by itself: it begins one token before a reply and
-    ends two before the reply's end, and is shifted left by the step, zeros coming in."""
+def published_mask(response, doc_start, step):
+    """The loss mask of EAGLE-3's code for each conversation by itself: it begins one token before a response
+    and ends two before the response's end, and is shifted left by the step, zeros coming in."""
     parts = []
     for start in doc_start.unique():
-        mine = reply[doc_start == start]
+        mine = response[doc_start == start]
         mask = torch.zeros(len(mine) + step)
         for number in mine[mine >= 0].unique():
             places = torch.nonzero(mine == number)[:, 0]
@@ -53,7 +53,7 @@ def row_loss(loss, distribution, words, log_q, text):
 
 
 def dense_oracle(
-    head, target, ids, reply, doc_start, features, step_weights, loss="ce", rows="serving", kept=None
+    head, target, ids, response, doc_start, features, step_weights, loss="ce", rows="serving", kept=None
 ):
     """EAGLE-3's published training step: all rows at every step, T x (T + k) masks, shifted inputs; of the
     losses those of rows in ``kept [K, T]``."""
@@ -92,9 +92,9 @@ def dense_oracle(
             hidden = head.norm(hidden)
         log_q = (head.norm_for_lm_head(hidden) @ head.lm_head.weight.t()).double().log_softmax(-1)
         total, count, hits = log_q.new_zeros(()), 0, 0
-        theirs = published_mask(reply, doc_start, k)
+        theirs = published_mask(response, doc_start, k)
         for i in range(length - 2 - k):
-            ours = reply[i + 1] >= 0 and reply[i + 1] == reply[i + 2 + k]
+            ours = response[i + 1] >= 0 and response[i + 1] == response[i + 2 + k]
             if (ours if rows == "serving" else theirs[i]) and (kept is None or kept[k, i]):
                 count += 1
                 teacher = full[i + 1 + k]
@@ -128,13 +128,13 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows, ratio
     """With a ``ratio`` rows are left out of later steps, and the losses that are left are what they were."""
     target = tiny_target()
     head, oracle = tiny_head(target, 101, **flags), tiny_head(target, 101, **flags)
-    ids, reply, doc_start = packed_row()
+    ids, response, doc_start = packed_row()
     drop, kept = None if ratio is None else RowDrop(RowSampling(ratio, 0.2), seed=1, step=2), None
     drawn = (None, None)
     if drop is not None:
         drawn = drop.sampling.shares(STEPS), drop.uniforms([3], [len(ids)])
         kept = torch.stack([drawn[1] < ratio**k for k in range(STEPS)])
-    plan = make_row_plan(reply, doc_start, STEPS, rows, *drawn)
+    plan = make_row_plan(response, doc_start, STEPS, rows, *drawn)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     weights = [0.8**k for k in range(STEPS)]
     rows_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
@@ -145,10 +145,12 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows, ratio
         ),
         Objective.of(loss, ETA, head, target.head_weight),
     )
-    total, per_step = dense_oracle(oracle, target, ids, reply, doc_start, features, weights, loss, rows, kept)
+    total, per_step = dense_oracle(
+        oracle, target, ids, response, doc_start, features, weights, loss, rows, kept
+    )
     total.backward()
     assert plan.counts == [count for _, count, _ in per_step] and min(plan.counts) > 5
-    assert drop is None or plan.counts[-1] < 0.6 * make_row_plan(reply, doc_start, STEPS, rows).counts[-1]
+    assert drop is None or plan.counts[-1] < 0.6 * make_row_plan(response, doc_start, STEPS, rows).counts[-1]
     assert result.matches.tolist() == [hits for _, _, hits in per_step]
     torch.testing.assert_close(
         result.losses, torch.stack([t.detach() for t, _, _ in per_step]), rtol=1e-5, atol=1e-4
@@ -161,13 +163,13 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows, ratio
 
 
 def test_published_rows_are_ours_and_those_of_rounds_that_begin_in_the_prompt():
-    _, reply, doc_start = packed_row()
-    ours, theirs = (make_row_plan(reply, doc_start, STEPS, rule) for rule in ("serving", "published"))
+    _, response, doc_start = packed_row()
+    ours, theirs = (make_row_plan(response, doc_start, STEPS, rule) for rule in ("serving", "published"))
     assert torch.equal(ours.is_teacher, theirs.is_teacher)  # so captured states serve both
     for k, (mine, published) in enumerate(zip(ours.rows, theirs.rows, strict=True)):
         extra = published[~torch.isin(published, mine)]
-        assert torch.isin(mine, published).all() and (reply[extra + 1] < 0).all()
-        before = (5, 2, 13, 4)  # rows of its document in front of each reply's first round
+        assert torch.isin(mine, published).all() and (response[extra + 1] < 0).all()
+        before = (5, 2, 13, 4)  # rows of its document in front of each response's first round
         assert extra.numel() == sum(min(k, room) for room in before)
         assert (doc_start[extra] == doc_start[extra + 1 + k]).all()
     for wider, narrower in pairwise(theirs.computed):
@@ -194,11 +196,11 @@ def test_captured_states_are_those_of_each_document_alone():
     assert torch.equal(packed.argmax, (packed.hidden @ target.head_weight.t()).argmax(-1))
 
 
-def test_a_row_without_a_reply_changes_nothing():
+def test_a_row_without_a_response_changes_nothing():
     target = tiny_target()
     head = tiny_head(target)
-    ids, reply, doc_start = packed_row()
-    plan = make_row_plan(torch.full_like(reply, -1), doc_start, STEPS)
+    ids, response, doc_start = packed_row()
+    plan = make_row_plan(torch.full_like(response, -1), doc_start, STEPS)
     features = TargetFeatures(torch.zeros(61, 144), torch.zeros(61, 48), torch.full((61,), -1))
     batch = TTTBatch(
         ids,

@@ -35,8 +35,8 @@ def target() -> LlamaModel:
 
 
 def ours(head, target, steps: int, weights):
-    ids, reply, doc_start = packed_row()
-    plan = make_row_plan(reply, doc_start, steps)
+    ids, response, doc_start = packed_row()
+    plan = make_row_plan(response, doc_start, steps)
     features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
     row_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
@@ -47,11 +47,11 @@ def ours(head, target, steps: int, weights):
 
 def loss_of(logits, target, features, step, allowed):
     """The published loss of one step, row by row: soft targets over what the head can say."""
-    _, reply, _ = packed_row()
+    _, response, _ = packed_row()
     full = (features.hidden @ target.head_weight.t()).double()
     total, hits, count = logits.new_zeros((), dtype=torch.float64), 0, 0
-    for i in range(len(reply) - 2 - step):
-        if reply[i + 1] >= 0 and reply[i + 1] == reply[i + 2 + step]:
+    for i in range(len(response) - 2 - step):
+        if response[i + 1] >= 0 and response[i + 1] == response[i + 2 + step]:
             count += 1
             teacher = full[i + 1 + step]
             if (allowed == teacher.argmax()).any():

@@ -46,7 +46,7 @@ def prompts() -> list[list[int]]:
 
 
 def decode_here(given: list[list[int]]) -> dict[str, Any]:
-    """Replies and counts of our engine."""
+    """Responses and counts of our engine."""
     llm = LLM(TARGET, HEAD, shape=f"{DRAFTS},1,{DRAFTS + 1}", dtype="float32", device="cpu", max_context=512)
     outputs = llm.generate(given, SamplingParams(max_tokens=NUM_TOKENS))
     total = SpecStats()
@@ -60,7 +60,7 @@ def decode_here(given: list[list[int]]) -> dict[str, Any]:
 
 
 def decode_in_vllm(python: str, given: list[list[int]], format: str) -> dict[str, Any]:
-    """Replies and counts of vLLM with an export of ours in one format."""
+    """Responses and counts of vLLM with an export of ours in one format."""
     head = RUNS / f"head-{format}"
     export_draft(HEAD, head, target=TARGET, dtype=torch.float32, format=format)
     job = {
@@ -89,13 +89,13 @@ def decode_in_vllm(python: str, given: list[list[int]], format: str) -> dict[str
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """Differences, in words; none when both engines did the same.
 
-    vLLM counts accepted tokens behind a cut by ``max_tokens``, too: at most one draft of each reply.
+    vLLM counts accepted tokens behind a cut by ``max_tokens``, too: at most one draft of each response.
     """
     found = []
     if ours["tokens"] != theirs["tokens"]:
         pairs = enumerate(zip(ours["tokens"], theirs["tokens"], strict=True))
         places = [number for number, (here, there) in pairs if here != there]
-        found.append(f"other tokens in replies {places}")
+        found.append(f"other tokens in responses {places}")
     if ours["num_drafts"] != theirs["num_drafts"]:
         found.append(f"{theirs['num_drafts']} drafts there, {ours['num_drafts']} here")
     for depth, (here, there) in enumerate(zip(ours["accepted"], theirs["accepted"], strict=True), 1):

@@ -4,7 +4,8 @@ Run by the python of its environment, without eagle_kit.
 
 Its argument is a file of JSON: ``stages``, ``target``, ``prompts`` (ids), ``out``, and what the stages need:
 ``data`` a folder ``data`` and ``num_tokens``; ``train`` their ``options`` and the folder ``checkpoints``;
-``draft`` the ``replies``, a file ``logits``, and a ``head`` where none was trained before. It writes ``out``.
+``draft`` the ``responses``, a file ``logits``, and a ``head`` where none was trained before. It writes
+``out``.
 """
 
 import importlib
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 LOGITS_EVERY = 11
-"""Distance of the tokens of the first reply behind which logits are written."""
+"""Distance of the tokens of the first response behind which logits are written."""
 
 
 def module(name: str) -> Any:
@@ -32,7 +33,7 @@ def module(name: str) -> Any:
 
 
 class Target:
-    """The target in transformers: greedy replies and the states that heads read."""
+    """The target in transformers: greedy responses and the states that heads read."""
 
     def __init__(self, folder: str) -> None:
         self.model = module("transformers").AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -41,8 +42,8 @@ class Target:
         self.ends = ends if isinstance(ends, list) else [ends]
 
     @torch.no_grad()
-    def reply(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """The greedy reply to a prompt, with the token that ends it."""
+    def response(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The greedy response to a prompt, with the token that ends it."""
         ids = torch.tensor([prompt])
         given = {"do_sample": False, "max_new_tokens": num_tokens}
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **given)
@@ -66,7 +67,7 @@ class Target:
 
 
 def write_data(job: dict[str, Any]) -> dict[str, Any]:
-    """The target's greedy replies, as their trainer reads texts: a saved data set beside
+    """The target's greedy responses, as their trainer reads texts: a saved data set beside
     ``hs_{row}.safetensors``."""
     target = Target(job["target"])
     num_layers = target.model.config.num_hidden_layers
@@ -74,13 +75,13 @@ def write_data(job: dict[str, Any]) -> dict[str, Any]:
     folder = Path(job["data"])
     (folder / "hidden_states").mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
-    replies = []
+    responses = []
     for number, prompt in enumerate(job["prompts"]):
-        reply = target.reply(prompt, job["num_tokens"])
-        ids = prompt + reply
-        replies.append(reply)
+        response = target.response(prompt, job["num_tokens"])
+        ids = prompt + response
+        responses.append(response)
         rows["input_ids"].append(ids)
-        rows["loss_mask"].append([0] * len(prompt) + [1] * len(reply))
+        rows["loss_mask"].append([0] * len(prompt) + [1] * len(response))
         rows["seq_len"].append(len(ids))
         payload = {
             "hidden_states": target.states(ids, layers).to(torch.bfloat16),
@@ -88,7 +89,7 @@ def write_data(job: dict[str, Any]) -> dict[str, Any]:
         }
         save_file(payload, folder / "hidden_states" / f"hs_{number}.safetensors")
     module("datasets").Dataset.from_dict(rows).with_format("torch").save_to_disk(folder)
-    return {"replies": replies}
+    return {"responses": responses}
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +247,7 @@ class Drafter:
 
 
 def draft(job: dict[str, Any]) -> dict[str, Any]:
-    """Greedy decoding with their drafts, and their logits behind some tokens of the first reply.
+    """Greedy decoding with their drafts, and their logits behind some tokens of the first response.
 
     A draft is accepted while it is the target's own greedy token. Counts are those of ``SpecStats``.
     """
@@ -255,8 +256,8 @@ def draft(job: dict[str, Any]) -> dict[str, Any]:
     num_drafts = drafter.num_drafts
     accepted = [0] * num_drafts
     num_verifies = 0
-    for prompt, reply in zip(job["prompts"], job["replies"], strict=True):
-        ids = prompt + reply
+    for prompt, response in zip(job["prompts"], job["responses"], strict=True):
+        ids = prompt + response
         states = target.fused(ids, drafter.layers)
         known = len(prompt) + 1
         while known < len(ids):
@@ -269,7 +270,7 @@ def draft(job: dict[str, Any]) -> dict[str, Any]:
             known += right + 1
 
     # Logits behind some tokens, with the target's own tokens as the drafts before.
-    ids = job["prompts"][0] + job["replies"][0]
+    ids = job["prompts"][0] + job["responses"][0]
     states = target.fused(ids, drafter.layers)
     places = list(range(len(job["prompts"][0]) + 1, len(ids) - num_drafts, LOGITS_EVERY))
     rows = []

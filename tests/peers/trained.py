@@ -61,7 +61,7 @@ def make_small_target(folder: Path) -> None:
     """A Llama of eight layers that has learned pieces of the questions, so its text can be drafted."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    # Text: beginnings of questions, and what follows as the replies.
+    # Text: beginnings of questions, and what follows as the responses.
     make_target(folder)
     tokenizer = load_tokenizer(folder)
     text: list[int] = []
@@ -177,11 +177,11 @@ def serve(folder: str, head: Path, shape: str, prompts: list[list[int]], log: Pa
         url = url_of(process, log)
         for ids in prompts:
             body = {"prompt": ids, "max_tokens": NUM_TOKENS, "temperature": 0, "return_speculation": True}
-            reply = (
+            response = (
                 httpx.post(f"{url}/v1/completions", json=body, timeout=STARTUP_S).raise_for_status().json()
             )
-            texts.append(reply["choices"][0]["text"])
-            counts = reply["speculation"]["num_accepted_at"]
+            texts.append(response["choices"][0]["text"])
+            counts = response["speculation"]["num_accepted_at"]
             longest = max(len(accepted), len(counts))
             both = zip(padded(accepted, longest), padded(counts, longest), strict=True)
             accepted = [before + now for before, now in both]
@@ -254,7 +254,7 @@ def logits_of(
 def compare(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Differences, in words; none when we do what their forward does."""
     found = []
-    if ours["tokens"] != theirs["replies"]:
+    if ours["tokens"] != theirs["responses"]:
         found.append("eval gives other tokens than transformers")
     if ours["served"]["texts"] != ours["texts"]:
         found.append("serve gives other texts than eval")
@@ -319,13 +319,13 @@ def judge(
         "options": options_of(kind, given["folder"], checkpoints),
         "checkpoints": str(checkpoints),
         "prompts": given["prompts"][:NUM_JUDGED],
-        "replies": texts["replies"][:NUM_JUDGED],
+        "responses": texts["responses"][:NUM_JUDGED],
         "logits": str(RUNS / f"{name}-logits.safetensors"),
     }
 
     def train_there() -> dict[str, Any]:
         shutil.rmtree(checkpoints, ignore_errors=True)
-        return {**work(python, name, job), "kind": kind, "replies": job["replies"]}
+        return {**work(python, name, job), "kind": kind, "responses": job["responses"]}
 
     theirs = once(name, training, train_there, fresh=fresh)
     here = partial(import_and_evaluate, name, given, theirs)
@@ -349,10 +349,10 @@ Written by `make test-peers` (`tests/peers/trained.py`); do not edit. `ARGS="--o
 `speculators train` trains each kind on a CPU with its options left alone, but for paths and
 `{FORCED}`.
 Its target is a Llama of eight layers of width 64 over bytes, which has learned pieces of questions. It reads
-the target's greedy replies to the beginnings of {NUM_PROMPTS} questions of the task `ours`, and states that
+the target's greedy responses to the beginnings of {NUM_PROMPTS} questions of the task `ours`, and states that
 transformers computes. `eagle-kit import`, `validate`, `eval` and `serve` then take each head, in fp32.
 
-Counts are those of speculators' own forward in a loop over the target's greedy replies of {NUM_TOKENS} tokens
+Counts are those of speculators' own forward in a loop over the target's greedy responses of {NUM_TOKENS} tokens
 to {NUM_JUDGED} of these prompts, drafting as many tokens as the head's config names. Logits are compared
 for the same states and tokens.
 

@@ -2,7 +2,7 @@
 
 Its argument is a file of JSON: ``target`` and ``head`` folders, ``drafts``, ``prompts``, ``num_tokens`` and
 ``out``.
-It writes ``out``: ``tokens`` of every reply, ``num_drafts`` and ``accepted`` by position, ``versions``.
+It writes ``out``: ``tokens`` of every response, ``num_drafts`` and ``accepted`` by position, ``versions``.
 """
 
 import importlib

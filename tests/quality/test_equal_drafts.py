@@ -98,7 +98,7 @@ def pairs() -> dict:
 
 
 def decode(target, draft, shape: str, params: dict, **options) -> tuple[list[list[int]], SpecStats]:
-    """Tokens of every reply, and acceptance over all of them."""
+    """Tokens of every response, and acceptance over all of them."""
     sizes = {"max_batch_size": 2, "max_context": 128, "page_size": 4}
     llm = LLM(target, draft, shape=shape, **sizes, **options)
     given = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **params)
@@ -110,7 +110,7 @@ def decode(target, draft, shape: str, params: dict, **options) -> tuple[list[lis
 
 
 def check_whole(stats: SpecStats, steps: int) -> None:
-    """Raise AssertionError unless every verify but the last of a reply emitted ``steps + 1`` tokens."""
+    """Raise AssertionError unless every verify but the last of a response emitted ``steps + 1`` tokens."""
     left = NUM_TOKENS - 1
     verifies = -(-left // (steps + 1))
     last = left - (verifies - 1) * (steps + 1)
@@ -139,7 +139,7 @@ def test_a_chain_sampled_from_the_targets_own_distribution_is_accepted_whole(pai
     tokens, stats = decode(target, draft, "4,1,5", params, sampled_drafts=True, verifier=verifier)
     again, _ = decode(target, draft, "4,1,5", params, sampled_drafts=True, verifier=verifier)
     assert tokens == again
-    assert len({tuple(reply) for reply in tokens}) == len(PROMPTS)
+    assert len({tuple(response) for response in tokens}) == len(PROMPTS)
     check_whole(stats, 4)
 
 

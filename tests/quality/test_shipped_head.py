@@ -1,8 +1,8 @@
 """The shipped head accepts what it accepted when it was published.
 
-Greedy text is the target's own with any draft, so a fault that costs accepted tokens changes no reply: wrong
-positions, lost features, another layer, another vocabulary map. Only these counts fall. They were measured by
-``tests/support/pinned_quality.py``, which also says what may differ between machines.
+Greedy text is the target's own with any draft, so a fault that costs accepted tokens changes no response:
+wrong positions, lost features, another layer, another vocabulary map. Only these counts fall. They were
+measured by ``tests/support/pinned_quality.py``, which also says what may differ between machines.
 """
 
 import json
@@ -148,7 +148,7 @@ def card_rows() -> dict[tuple[str, str], float]:
 
 
 def card_settings() -> dict[str, Any]:
-    """Most tokens of a reply, and the batch size, that the card's figures were measured with."""
+    """Most tokens of a response, and the batch size, that the card's figures were measured with."""
     card = (HEAD / "README.md").read_text(encoding="utf-8")
     found = re.search(r"^\* settings: max_tokens (\d+), batch_size (\d+)", card, re.MULTILINE)
     assert found is not None
@@ -161,7 +161,7 @@ def test_the_card_has_figures_of_the_tasks_in_the_package():
     assert {shape for _, shape in rows} == {"4,1,5", "5,4,16"}
     about = json.loads((HEAD / "eagle_kit.json").read_text(encoding="utf-8"))
     for shape, length in about["accept_length"].items():
-        # Of other prompts and shorter replies; a card of another head would be far off.
+        # Of other prompts and shorter responses; a card of another head would be far off.
         assert length == pytest.approx(rows["all", shape], rel=0.1)
 
 

@@ -248,7 +248,7 @@ def put_head(one: study_command.StudyRun, validated: float | None = None, steps:
 def test_heads_that_are_there_are_chosen_among_measured_and_compared(
     study, tmp_path, capsys, monkeypatch, identical, code
 ):
-    """The evaluation is made up, and gives the second value of the choice the longer replies."""
+    """The evaluation is made up, and gives the second value of the choice the longer responses."""
     pytest.importorskip("matplotlib")
     raw = yaml.safe_load(study.read_text())
     raw["arms"]["other"] = {"choose": {"training.learning_rate": [1.0e-3, 3.0e-3]}, "about": "tuned"}
@@ -308,43 +308,43 @@ def test_heads_that_are_there_are_chosen_among_measured_and_compared(
 
 @pytest.fixture
 def prepared(study, tmp_path):
-    """The same study, one run of it, on replies that a command has to make first."""
+    """The same study, one run of it, on responses that a command has to make first."""
     raw = yaml.safe_load(study.read_text())
-    replies = tmp_path / "made" / "replies.jsonl"
+    responses = tmp_path / "made" / "responses.jsonl"
     command = (
         f"data regenerate --source {tmp_path / 'chats.jsonl'} --target {tmp_path / 'target'} --max-tokens 24"
     )
-    raw |= {"seeds": [0], "arms": {"first": {}}, "prepare": {str(replies): command}}
-    raw["common"] |= {"data.source": str(replies), "data.eval_conversations": 2, "training.max_steps": 1}
+    raw |= {"seeds": [0], "arms": {"first": {}}, "prepare": {str(responses): command}}
+    raw["common"] |= {"data.source": str(responses), "data.eval_conversations": 2, "training.max_steps": 1}
     study.write_text(yaml.safe_dump(raw))
-    return study, replies
+    return study, responses
 
 
 @pytest.mark.nightly
 def test_data_is_made_first_and_once_and_gone_on_with(prepared, tmp_path, capsys):
-    study, replies = prepared
+    study, responses = prepared
     assert main(["study", str(study), "--dry-run"]) == 0
-    assert f"{replies}: to be made, eagle-kit data regenerate" in capsys.readouterr().out
-    assert not replies.exists()
+    assert f"{responses}: to be made, eagle-kit data regenerate" in capsys.readouterr().out
+    assert not responses.exists()
     assert main(["study", str(study)]) == 0
     run = yaml.safe_load((tmp_path / "out" / "runs" / "first-s0" / "run.yaml").read_text())
-    assert run["config"]["data"]["source"] == str(replies)
-    whole = replies.read_text()
+    assert run["config"]["data"]["source"] == str(responses)
+    whole = responses.read_text()
     assert len(whole.splitlines()) > 10
     capsys.readouterr()
 
-    preparation = study_command.Preparation(replies, _command(study, replies))
+    preparation = study_command.Preparation(responses, _command(study, responses))
     assert preparation.is_done
     preparation.mark.touch()  # as after kill -9
-    replies.write_text("".join(whole.splitlines(keepends=True)[:7]))
+    responses.write_text("".join(whole.splitlines(keepends=True)[:7]))
     assert main(["study", str(study)]) == 0
-    assert replies.read_text() == whole and preparation.is_done
+    assert responses.read_text() == whole and preparation.is_done
 
 
 def test_shards_are_made_together_and_what_reads_them_afterwards(prepared, tmp_path, monkeypatch):
-    study, replies = prepared
+    study, responses = prepared
     raw = yaml.safe_load(study.read_text())
-    command, states = raw["prepare"][str(replies)], str(tmp_path / "made" / "states")
+    command, states = raw["prepare"][str(responses)], str(tmp_path / "made" / "states")
     shards = {str(tmp_path / "made" / f"{i}.jsonl"): f"{command} --shard {i}/2" for i in range(2)}
     raw["prepare"] = {**shards, states: f"data capture {study.parent / raw['base']}"}
     study.write_text(yaml.safe_dump(raw))
@@ -361,11 +361,11 @@ def test_shards_are_made_together_and_what_reads_them_afterwards(prepared, tmp_p
 
 
 def test_a_file_that_was_brought_along_is_taken_as_it_is(prepared, capsys):
-    study, replies = prepared
-    replies.parent.mkdir()
-    replies.write_text("mine")
+    study, responses = prepared
+    responses.parent.mkdir()
+    responses.write_text("mine")
     assert main(["study", str(study), "--dry-run"]) == 0
-    assert f"{replies}: taken as it is" in capsys.readouterr().out and replies.read_text() == "mine"
+    assert f"{responses}: taken as it is" in capsys.readouterr().out and responses.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -380,12 +380,12 @@ def test_a_file_that_was_brought_along_is_taken_as_it_is(prepared, capsys):
     ],
 )
 def test_what_is_no_command_is_refused_before_anything_is_made(prepared, tmp_path, capsys, command):
-    study, replies = prepared
-    raw = yaml.safe_load(study.read_text()) | {"prepare": {str(replies): command}}
+    study, responses = prepared
+    raw = yaml.safe_load(study.read_text()) | {"prepare": {str(responses): command}}
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study), "--dry-run"]) == 2
-    assert f"{replies} cannot be prepared by" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists() and not replies.parent.exists()
+    assert f"{responses} cannot be prepared by" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not responses.parent.exists()
 
 
 def test_a_task_that_is_not_there_is_refused_before_any_run(study, tmp_path, capsys):
@@ -396,8 +396,8 @@ def test_a_task_that_is_not_there_is_refused_before_any_run(study, tmp_path, cap
     assert "nope" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def _command(study, replies):
-    return yaml.safe_load(study.read_text())["prepare"][str(replies)]
+def _command(study, responses):
+    return yaml.safe_load(study.read_text())["prepare"][str(responses)]
 
 
 @pytest.mark.parametrize(
@@ -411,23 +411,25 @@ def _command(study, replies):
 def test_a_command_that_would_fail_after_hours_is_refused_before_anything_is_made(
     prepared, tmp_path, capsys, command, cause
 ):
-    study, replies = prepared
+    study, responses = prepared
     raw = yaml.safe_load(study.read_text())
     raw["prepare"] |= {str(tmp_path / "later"): command.format(base=study.parent / raw["base"])}
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study)]) == 2
-    assert cause in capsys.readouterr().err and not replies.parent.exists()
+    assert cause in capsys.readouterr().err and not responses.parent.exists()
 
 
 @pytest.mark.nightly
 def test_data_that_cannot_be_made_is_named_with_its_reason(prepared, tmp_path, capsys):
-    study, replies = prepared
+    study, responses = prepared
     raw = yaml.safe_load(study.read_text())
-    raw["prepare"] = {str(replies): f"data regenerate --source nowhere.jsonl --target {tmp_path / 'target'}"}
+    raw["prepare"] = {
+        str(responses): f"data regenerate --source nowhere.jsonl --target {tmp_path / 'target'}"
+    }
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study)]) == 2
     said = capsys.readouterr().err
-    assert str(replies) in said and "nowhere.jsonl" in said
+    assert str(responses) in said and "nowhere.jsonl" in said
     assert not (tmp_path / "out" / "runs").exists()
 
 

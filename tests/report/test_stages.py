@@ -59,11 +59,11 @@ def test_the_time_is_estimated_from_a_whole_sample(wait: Callable[[float], None]
 
 def test_work_of_unknown_length_has_a_rate(wait: Callable[[float], None]) -> None:
     said: list[str] = []
-    left = TimeLeft(None, "replies", prints=said.append)
+    left = TimeLeft(None, "responses", prints=said.append)
     wait(30)
     left.count(1)
     (line,) = said
-    assert "120 replies" in line
+    assert "120 responses" in line
 
 
 def test_later_stages_are_counted_by_their_costs(lines: list[str], wait: Callable[[float], None]) -> None:
@@ -75,13 +75,13 @@ def test_later_stages_are_counted_by_their_costs(lines: list[str], wait: Callabl
     stage, time_left = lines
     assert "1/2 first" in stage and "10 prompts" in stage
     assert re.findall(r"\d+", time_left) == ["39"]
-    work.start("second", 3, "reply")
+    work.start("second", 3, "response")
     work.step()
     (stage,) = lines[2:]
-    assert "2/2 second" in stage and "3 replies" in stage, "the time is printed once"
+    assert "2/2 second" in stage and "3 responses" in stage, "the time is printed once"
 
 
-@pytest.mark.parametrize(("unit", "words"), [("reply", "8 replies"), ("trial", "8 trials")])
+@pytest.mark.parametrize(("unit", "words"), [("response", "8 responses"), ("trial", "8 trials")])
 def test_pieces_of_a_stage_are_in_the_plural(lines: list[str], unit: str, words: str) -> None:
     Stages({"first": 1}, shows_bar=False).start("first", 8, unit)
     assert lines[0].endswith(words)

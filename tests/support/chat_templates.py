@@ -2,7 +2,7 @@
 
 The templates in ``templates/`` are written from the formats' descriptions, with what matters here as
 published: which turns are rewritten later on, where thoughts, tools, calls and results stand, what ends a
-reply.
+response.
 """
 
 import re
@@ -17,7 +17,7 @@ END = {
     "harmony": "<|return|>",
     "gemma": "<end_of_turn>",
 }
-"""Tokens that end a reply, where it is not ``<|im_end|>``."""
+"""Tokens that end a response, where it is not ``<|im_end|>``."""
 SPECIAL = re.compile(r"<[|｜][\w▁]+[|｜]>|<(?:start|end)_of_turn>|<bos>")
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Added tokens that are text to a decoder that skips special ones."""

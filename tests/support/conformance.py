@@ -124,7 +124,7 @@ def make_requests(text: str, prompts: list[list[int]], first: int = 0) -> list[R
 
 
 def tokens_of(requests: list[Request]) -> list[list[int]]:
-    """Replies of requests."""
+    """Responses of requests."""
     return [request.token_ids for request in requests]
 
 
@@ -176,7 +176,7 @@ def untrained_head(kind: str, target: Target) -> DraftHead:
 
 
 class Texts:
-    """Replies that drafts learn from, packed into one row."""
+    """Responses that drafts learn from, packed into one row."""
 
     def __init__(self, target: Target, texts: list[list[int]]) -> None:
         self.target = target
@@ -220,11 +220,11 @@ class Texts:
 
 
 class Plain(NamedTuple):
-    """Plain decoding of a target: ``replies`` to the ``prompts``, of which the last goes on behind the reply
-    to the first."""
+    """Plain decoding of a target: ``responses`` to the ``prompts``, of which the last goes on behind the
+    response to the first."""
 
     prompts: list[list[int]]
-    replies: list[list[int]]
+    responses: list[list[int]]
 
 
 class Conformance:
@@ -246,7 +246,7 @@ class Conformance:
         return make_target(kind, self.make_folder("target"))
 
     def _plain(self, target: str, text: str) -> Plain:
-        """Replies of plain decoding, without any option."""
+        """Responses of plain decoding, without any option."""
         config = resolved(len(PROMPTS), MAX_CONTEXT, kv_tokens=500, prefix_cache=False)
         engine = Engine(self.target(target), None, config)
         first = make_requests(text, PROMPTS)
@@ -254,28 +254,30 @@ class Conformance:
         prompts = [*PROMPTS, [*PROMPTS[0], *first[0].token_ids, 9]]
         last = make_requests(text, prompts[-1:], len(PROMPTS))
         serve(engine, last)
-        replies = tokens_of([*first, *last])
+        responses = tokens_of([*first, *last])
         if text == "greedy":
-            self.check_greedy(target, prompts, replies)
-        return Plain(prompts, replies)
+            self.check_greedy(target, prompts, responses)
+        return Plain(prompts, responses)
 
     @torch.no_grad()
-    def check_greedy(self, target: str, prompts: list[list[int]], replies: list[list[int]]) -> None:
-        """Check that every token of the replies is the most likely one by a forward over the whole text."""
+    def check_greedy(self, target: str, prompts: list[list[int]], responses: list[list[int]]) -> None:
+        """Check that every token of the responses is the most likely one by a forward over the whole text."""
         model = self.target(target)
-        for prompt, reply in zip(prompts, replies, strict=True):
-            ids = torch.tensor([*prompt, *reply])
+        for prompt, response in zip(prompts, responses, strict=True):
+            ids = torch.tensor([*prompt, *response])
             hidden = model(ids, torch.arange(len(ids)), model.causal()).hidden
             best = model.logits(hidden).argmax(-1).tolist()
-            assert best[len(prompt) - 1 : -1] == reply, "the engine's plain text is not the target's"
+            assert best[len(prompt) - 1 : -1] == response, "the engine's plain text is not the target's"
 
     def _texts(self, target: str) -> Texts:
         """What drafts of a target learn from."""
         plain = self.plain(target, "greedy")
-        return Texts(self.target(target), [prompt + reply for prompt, reply in zip(*plain, strict=True)])
+        return Texts(
+            self.target(target), [prompt + response for prompt, response in zip(*plain, strict=True)]
+        )
 
     def _draft(self, target: str, kind: str) -> DraftModel | None:
-        """A draft that has learned the target's replies; None where there is no model."""
+        """A draft that has learned the target's responses; None where there is no model."""
         if kind in ("none", "n-grams"):
             return None
         texts = self.texts(target)
@@ -340,7 +342,7 @@ class Conformance:
         draft = case["draft"]
         text = case["text"]
         engine, requests = self.run(case)
-        assert tokens_of(requests) == self.plain(target, text).replies
+        assert tokens_of(requests) == self.plain(target, text).responses
         num_accepted = check_drafts(case, engine)
         check_options(case, engine, requests)
 

@@ -1,4 +1,5 @@
-"""A deterministic stand-in for ``LLM``: replies follow from the prompt, acceptance from the draft's name."""
+"""A deterministic stand-in for ``LLM``: responses follow from the prompt, acceptance from the draft's
+name."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -81,15 +82,15 @@ class FakeLLM:
         if self.stop_after is not None and len(self.calls) > self.stop_after:
             raise KeyboardInterrupt
         used = SpecShape.parse("3,1,4" if shape == "auto" else shape)
-        return [self._reply(prompt, params, used) for prompt in prompts]
+        return [self._response(prompt, params, used) for prompt in prompts]
 
-    def _reply(self, prompt_ids: list[int], params: SamplingParams, shape: SpecShape) -> RequestOutput:
+    def _response(self, prompt_ids: list[int], params: SamplingParams, shape: SpecShape) -> RequestOutput:
         ids = list(prompt_ids)
         for position in range(params.max_tokens):
             ids.append(self.wrong.get(position, _next(ids)))
-        reply = ids[len(prompt_ids) :]
+        response = ids[len(prompt_ids) :]
         stats = SpecStats()
-        left = len(reply) - 1
+        left = len(response) - 1
         num_cycles = 0
         while left:
             emitted = min(min(self.accepted, shape.steps) + 1, left)
@@ -99,8 +100,8 @@ class FakeLLM:
             left -= emitted
         return RequestOutput(
             prompt_ids,
-            reply,
-            self.tokenizer.decode(reply),
+            response,
+            self.tokenizer.decode(response),
             "length",
             stats,
             prefill_s=PREFILL_SECONDS,

@@ -1,4 +1,4 @@
-"""A server of OpenAI's API that is only texts: metrics of vLLM or SGLang, the same reply to every chat."""
+"""A server of OpenAI's API that is only texts: metrics of vLLM or SGLang, the same response to every chat."""
 
 import json
 import threading
@@ -11,7 +11,8 @@ Metrics = Callable[[int], str]
 
 
 def vllm(asked: int) -> str:
-    """vLLM 0.32: 10 drafts of 4 tokens a reply, of which 6, 3, 1 and 0 are accepted by depth; 21 tokens."""
+    """vLLM 0.32: 10 drafts of 4 tokens a response, of which 6, 3, 1 and 0 are accepted by depth; 21
+    tokens."""
     at = [6, 3, 1, 0]
     lines = [f'vllm:spec_decode_num_drafts_total{{model_name="m"}} {100 + 10 * asked}.0']
     lines.append(f'vllm:spec_decode_num_draft_tokens_total{{model_name="m"}} {400 + 40 * asked}.0')
@@ -25,7 +26,7 @@ def vllm(asked: int) -> str:
 
 
 def sglang(asked: int) -> str:
-    """SGLang 0.5: 20 verifies and 31 tokens a reply."""
+    """SGLang 0.5: 20 verifies and 31 tokens a response."""
     return "\n".join(
         [
             'sglang:spec_accept_length{model_name="m"} 3.9',
@@ -43,14 +44,14 @@ def sglang_gauge(asked: int) -> str:
 
 @contextmanager
 def fake(
-    metrics: Metrics | None, reply: Any = "Some text", key: str = "", **answers: Any
+    metrics: Metrics | None, response: Any = "Some text", key: str = "", **answers: Any
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Serve -> its URL, and the bodies it was sent.
 
     Args:
-        metrics: the text after so many replies; None for a server without.
-        reply: text of every reply (of 21 tokens, to prompts of 12), a message, an HTTP status, or what is no
-            chat completion in a list.
+        metrics: the text after so many responses; None for a server without.
+        response: text of every response (of 21 tokens, to prompts of 12), a message, an HTTP status, or what
+            is no chat completion in a list.
         key: that must be sent with a chat.
         answers: to other paths, by their names.
     """
@@ -70,12 +71,12 @@ def fake(
             bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             if key and self.headers["Authorization"] != f"Bearer {key}":
                 self.answer(b'{"error": "no key"}', 401)
-            elif isinstance(reply, int):
-                self.answer(b'{"error": "it broke"}', reply)
-            elif isinstance(reply, list):
-                self.answer(json.dumps(reply[0]).encode())
+            elif isinstance(response, int):
+                self.answer(b'{"error": "it broke"}', response)
+            elif isinstance(response, list):
+                self.answer(json.dumps(response[0]).encode())
             else:
-                message = reply if isinstance(reply, dict) else {"content": reply}
+                message = response if isinstance(response, dict) else {"content": response}
                 usage = {"prompt_tokens": 12, "completion_tokens": 21}
                 self.answer(json.dumps({"choices": [{"message": message}], "usage": usage}).encode())
 

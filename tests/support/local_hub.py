@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def reply(self, value: Any, status: int = 200) -> None:
+    def response(self, value: Any, status: int = 200) -> None:
         self.send(json.dumps(value).encode(), status, Content_Type="application/json")
 
     def fail(self, status: int, code: str = "", message: str = "") -> None:
@@ -137,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         if (known := self.found(repo)) is None or (commit := self.at(known, revision)) is None:
             return
         siblings = [{"rfilename": name} for name in known.commits[commit]]
-        self.reply({"id": repo, "sha": commit, "private": known.private, "siblings": siblings})
+        self.response({"id": repo, "sha": commit, "private": known.private, "siblings": siblings})
 
     def tree(self, repo: str, revision: str) -> None:
         if (known := self.found(repo)) is None or (commit := self.at(known, revision)) is None:
@@ -146,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
         rows = [
             {"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()} for n, d in files
         ]
-        self.reply(rows)
+        self.response(rows)
 
     def resolve(self, repo: str, revision: str, file: str) -> None:
         if (known := self.found(repo)) is None or (commit := self.at(known, revision)) is None:
@@ -170,10 +170,10 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.body)
         name = f"{asked['organization']}/{asked['name']}"
         if name in self.hub.repos:
-            return self.reply({"error": "exists", "url": f"{self.hub.url}/{name}"}, 409)
+            return self.response({"error": "exists", "url": f"{self.hub.url}/{name}"}, 409)
         self.hub.repos[name] = Repo(private=asked.get("visibility") == "private")
         self.hub.repos[name].commit({".gitattributes": b""})
-        self.reply({"url": f"{self.hub.url}/{name}"})
+        self.response({"url": f"{self.hub.url}/{name}"})
 
     def preupload(self, repo: str, revision: str) -> None:
         files = [file["path"] for file in json.loads(self.body)["files"]]
@@ -181,13 +181,13 @@ class Handler(BaseHTTPRequestHandler):
         rows = [
             {"path": f, "uploadMode": mode[f.endswith(".safetensors")], "shouldIgnore": False} for f in files
         ]
-        self.reply({"files": rows})
+        self.response({"files": rows})
 
     def batch(self, repo: str) -> None:
         objects = json.loads(self.body)["objects"]
         for each in objects:
             each["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}"}}
-        self.reply({"transfer": "basic", "objects": objects})
+        self.response({"transfer": "basic", "objects": objects})
 
     def put(self, oid: str) -> None:
         assert hashlib.sha256(self.body).hexdigest() == oid
@@ -206,10 +206,10 @@ class Handler(BaseHTTPRequestHandler):
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.hub.blobs[value["oid"]]
         oid = known.commit(files, revision)
-        self.reply({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{repo}/commit/{oid}"})
+        self.response({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{repo}/commit/{oid}"})
 
     def yaml(self) -> None:
-        self.reply({"errors": [], "warnings": []})
+        self.response({"errors": [], "warnings": []})
 
 
 ROUTES = [

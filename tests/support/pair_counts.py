@@ -1,4 +1,4 @@
-"""Samples of an engine's replies to be compared: pairs of later tokens of many short ones."""
+"""Samples of an engine's responses to be compared: pairs of later tokens of many short ones."""
 
 import torch
 from restless import Restless

@@ -5,10 +5,10 @@ that only where the head, the prompts or a shape has changed on purpose, and say
 
 Everything is greedy, in fp32 and on the CPU. Two sorts of figures are pinned:
 
-* The tokens of every reply, exactly. The order in which a kernel sums moves a logit by less than 1e-3
+* The tokens of every response, exactly. The order in which a kernel sums moves a logit by less than 1e-3
   (threads, instruction sets and batch sizes were tried), so tokens may differ between machines only where the
-  two best logits are closer than that. ``least_lead`` is the smallest distance of the two along all replies;
-  prompts were chosen so that it is at least :data:`LEAST_LEAD`.
+  two best logits are closer than that. ``least_lead`` is the smallest distance of the two along all
+  responses; prompts were chosen so that it is at least :data:`LEAST_LEAD`.
 * Counts of accepted tokens. A near tie in the draft may fall otherwise on another machine, which moves a
   count by one or two of hundreds: so accept lengths have a tolerance.
 """
@@ -36,9 +36,9 @@ HEAD = TESTS.parent / "checkpoints" / "smollm2-135m-eagle3"
 
 SHAPES = ("1,1,2", "4,1,5", "5,4,16", "5,8,32")
 NUM_TOKENS = 32
-"""Most tokens of a reply without a draft: so many are pinned."""
+"""Most tokens of a response without a draft: so many are pinned."""
 NUM_DRAFTED_TOKENS = 20
-"""Most tokens of a reply in a shape; a shape is verified some hundred times even so."""
+"""Most tokens of a response in a shape; a shape is verified some hundred times even so."""
 BATCH_SIZE = 8
 PROMPTS = {
     "human_eval": tuple(f"HumanEval/{number}" for number in (10, 30, 50, 60, 70, 80, 100, 120)),
@@ -77,13 +77,13 @@ def open_engine(
 
 
 def decode(llm: LLM, prompts: Iterable[Any], shape: str, num_tokens: int) -> list[RequestOutput]:
-    """Greedy replies in one shape."""
+    """Greedy responses in one shape."""
     prompt_ids = [llm.tokenize_task(prompt) for prompt in prompts]
     return llm.chat(prompt_ids, SamplingParams(max_tokens=num_tokens), shape=shape)
 
 
 def sum_of(outputs: Sequence[RequestOutput]) -> SpecStats:
-    """Acceptance over all replies."""
+    """Acceptance over all responses."""
     total = SpecStats()
     for output in outputs:
         total.add(output.stats)
@@ -105,10 +105,10 @@ class Pins:
     """Contents of the pinned file.
 
     Attributes:
-        tokens: of every reply, by ``task/id``.
+        tokens: of every response, by ``task/id``.
         shapes: what :func:`figures` says of each shape.
         few: the same of the cheap regime, see :data:`FEW`.
-        least_lead: smallest distance of the two best logits along all replies.
+        least_lead: smallest distance of the two best logits along all responses.
     """
 
     tokens: dict[str, list[int]]
@@ -132,7 +132,7 @@ def read_pins() -> Pins:
 
 
 def least_lead(llm: LLM, outputs: Sequence[RequestOutput]) -> float:
-    """Smallest distance of a reply's token to the second best one, in the target's logits."""
+    """Smallest distance of a response's token to the second best one, in the target's logits."""
     leads = []
     for output in outputs:
         logits = llm.logits([*output.prompt_ids, *output.token_ids])
@@ -163,7 +163,7 @@ def measure() -> Pins:
 
 
 def write(pins: Pins) -> None:
-    """Write the file, the tokens of a reply on one line."""
+    """Write the file, the tokens of a response on one line."""
     lines = [f"    {json.dumps(name)}: {json.dumps(ids)}" for name, ids in pins.tokens.items()]
     shapes = [f"    {json.dumps(name)}: {json.dumps(figure)}" for name, figure in pins.shapes.items()]
     text = (

@@ -56,7 +56,7 @@ class PublishedEagle1(torch.nn.Module):
 
 
 def published_losses(
-    head: PublishedEagle1, hidden, read, embeds, output, reply, steps, weights, detach: bool
+    head: PublishedEagle1, hidden, read, embeds, output, response, steps, weights, detach: bool
 ) -> list[tuple[torch.Tensor, int]]:
     """Sum of the losses of every step over the rows that we supervise, and how many match the target.
 
@@ -82,7 +82,7 @@ def published_losses(
         total, hits = out.new_zeros(()), 0
         for row in range(step, t - 2):
             i = row - step  # the row that the round began at
-            if reply[i + 1] >= 0 and reply[i + 1] == reply[row + 2]:
+            if response[i + 1] >= 0 and response[i + 1] == response[row + 2]:
                 p, log_q = distribution[row], (out[row] @ output.T).log_softmax(-1)
                 best = p.topk(weights[3]).indices
                 total = total + weights[0] * smooth_l1_loss(out[row], target[row])

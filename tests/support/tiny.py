@@ -104,12 +104,12 @@ def randomise(model, seed: int, std: float):
 
 
 def packed_row(length: int = 61):
-    """Three documents: prompt + reply; two turns; a reply cut off by the end of the row."""
-    reply = torch.full((length,), -1)
+    """Three documents: prompt + response; two turns; a response cut off by the end of the row."""
+    response = torch.full((length,), -1)
     doc_start = torch.zeros(length, dtype=torch.int64)
     doc_start[17:44], doc_start[44:] = 17, 44
-    reply[6:17] = 0
-    reply[20:27], reply[31:44] = 1, 2
-    reply[49:] = 3
+    response[6:17] = 0
+    response[20:27], response[31:44] = 1, 2
+    response[49:] = 3
     ids = torch.randint(0, 131, (length,), generator=torch.Generator().manual_seed(5))
-    return ids, reply, doc_start
+    return ids, response, doc_start

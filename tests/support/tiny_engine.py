@@ -59,7 +59,7 @@ def record_proposals(engine) -> list:
 
 
 def check_next_turn(models, **options) -> None:
-    """A prompt that goes on behind a reply finds the whole pages of both, and drafts as without them."""
+    """A prompt that goes on behind a response finds the whole pages of both, and drafts as without them."""
     engine = make_engine(models, page_size=4, **options)
     engine.use_shape(SpecShape(4, 1, 5))
     first = Request(0, [1, 2, 3], SamplingParams(max_tokens=20))

@@ -10,7 +10,7 @@ DRAFT_VOCAB_SIZE = 101
 
 
 class TinyRow:
-    """A data set of packed sequences: three documents with a reply each, of two groups; token ids below
+    """A data set of packed sequences: three documents with a response each, of two groups; token ids below
     101."""
 
     groups = ("one", "other")
@@ -19,10 +19,10 @@ class TinyRow:
         """Row ``number``, from a generator of this seed."""
         generator = np.random.default_rng(number)
         doc_start = np.zeros(LENGTH, np.int64)
-        reply = np.full(LENGTH, -1)
+        response = np.full(LENGTH, -1)
         group = (np.arange(LENGTH) >= 5).astype(np.int32)
         for which, (start, stop) in enumerate(((0, 5), (5, 10), (10, LENGTH))):
             doc_start[start:stop] = start
-            reply[start + 2 : stop] = which
+            response[start + 2 : stop] = which
         ids = generator.integers(0, DRAFT_VOCAB_SIZE, LENGTH)
-        return SimpleNamespace(ids=ids, reply=reply, doc_start=doc_start, group=group)
+        return SimpleNamespace(ids=ids, response=response, doc_start=doc_start, group=group)

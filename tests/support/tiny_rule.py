@@ -11,7 +11,7 @@ from filelock import FileLock
 from tiny import tiny_head, tiny_target
 from torch.nn import functional as F
 
-from eagle_kit.eval.diagnose.row import PromptReply
+from eagle_kit.eval.diagnose.row import PromptResponse
 from eagle_kit.objective.loss import TTTBatch
 from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
@@ -87,10 +87,10 @@ def learned_head(
     return head
 
 
-def texts(count: int = 32, prompt: int = 6) -> list[PromptReply]:
+def texts(count: int = 32, prompt: int = 6) -> list[PromptResponse]:
     """Texts that no model learned from."""
     ids = rows_of_text(torch.Generator().manual_seed(11), count, 36).tolist()
-    return [PromptReply(row[:prompt], row[prompt:]) for row in ids]
+    return [PromptResponse(row[:prompt], row[prompt:]) for row in ids]
 
 
 def _learn_once(name: str, model, loss: Callable[[torch.Tensor], torch.Tensor], steps: int) -> None:

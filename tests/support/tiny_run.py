@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 END_TOKEN = 2
-"""``<|im_end|>``, which ends the replies of :func:`make_target`."""
+"""``<|im_end|>``, which ends the responses of :func:`make_target`."""
 NOUNS = ("cat", "dog", "house", "river", "stone", "cloud")
 VERBS = ("sees", "likes", "finds", "makes")
 
@@ -147,13 +147,13 @@ class PackedRows:
         return self.rows[number]
 
 
-def packed_row_of(prompt: list[int], reply: list[int]) -> SimpleNamespace:
-    """A packed sequence of one document: a prompt and the reply to it."""
-    ids = np.array(prompt + reply, dtype=np.int32)
-    is_reply = np.arange(len(ids)) >= len(prompt)
+def packed_row_of(prompt: list[int], response: list[int]) -> SimpleNamespace:
+    """A packed sequence of one document: a prompt and the response to it."""
+    ids = np.array(prompt + response, dtype=np.int32)
+    is_response = np.arange(len(ids)) >= len(prompt)
     return SimpleNamespace(
         ids=ids,
-        reply=np.where(is_reply, 0, -1).astype(np.int32),
+        response=np.where(is_response, 0, -1).astype(np.int32),
         doc_start=np.zeros_like(ids),
         group=np.zeros_like(ids),
     )

@@ -113,7 +113,7 @@ def test_deterministic_drafts_change_no_token():
     ],
 )
 def test_runs_of_cycles_follow_the_target(propose, verifier):
-    """40,000 replies of four tokens against their distribution, across cycles whose uniform random numbers
+    """40,000 responses of four tokens against their distribution, across cycles whose uniform random numbers
     must not depend on each other."""
     num = 40_000
     text, mean = decode(propose, verifier, torch.arange(num) * 7919, 4)

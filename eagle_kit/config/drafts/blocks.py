@@ -19,7 +19,7 @@ class BlockTrainingConfig(NoiseTrainingConfig, DPaceTrainingConfig, LossTraining
 
     num_anchors: int = Field(default=512, ge=1)
     """Anchors of a conversation, drawn anew in every optimiser step, each with a block after it; all tokens
-    of replies where there are fewer.
+    of responses where there are fewer.
     """
 
     @property

@@ -14,7 +14,7 @@ from eagle_kit.core.errors import cut
 from eagle_kit.data.chat.messages import Unusable
 
 MARKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""``{% generation %} ... {% endgeneration %}``, which transformers adds to the language to mark replies."""
+"""``{% generation %} ... {% endgeneration %}``, which transformers adds to the language to mark responses."""
 GLOBALS = ("raise_exception", "strftime_now")
 """Functions that transformers gives to every template."""
 MOST_NUMBER = 2**20

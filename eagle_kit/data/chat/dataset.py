@@ -117,7 +117,7 @@ class PreparedData:
 
     Attributes:
         folder: the cache; ``skipped.txt`` in it lists the records that were left out.
-        vocab_map: the draft vocabulary of these replies.
+        vocab_map: the draft vocabulary of these responses.
         heldout_prompts: token ids of the prompts of conversations that are in no row. Those of a mixture come
             from its sources in turn.
         heldout_groups: the group of each prompt, as an index into ``groups``.
@@ -145,7 +145,7 @@ class PreparedData:
     def __post_init__(self) -> None:
         """Open the files. Raises OSError or ValueError if they cannot be read or do not fit together."""
         self._ids = read_integers(self.folder / "ids.npy")
-        self._reply = read_integers(self.folder / "reply.npy")
+        self._response = read_integers(self.folder / "response.npy")
         self._starts = np.concatenate(([0], read_integers(self.folder / "ends.npy")))
         self._rows = read_json(self.folder / "rows.json")
 
@@ -163,7 +163,7 @@ class PreparedData:
         """Raise ValueError unless rows, parts and groups name documents, rows and groups that exist."""
         # Documents follow one another in the tokens.
         num_documents = len(self._starts) - 1
-        if len(self._ids) != len(self._reply) or self._starts[-1] > len(self._ids):
+        if len(self._ids) != len(self._response) or self._starts[-1] > len(self._ids):
             raise ValueError("the files of tokens are of different lengths")
         if not (np.diff(self._starts) > 0).all():
             raise ValueError("ends.npy does not ascend")
@@ -224,7 +224,7 @@ class PreparedData:
     def chat(self, document: int) -> TokenizedChat:
         """One tokenised conversation."""
         span = slice(int(self._starts[document]), int(self._starts[document + 1]))
-        return TokenizedChat(np.asarray(self._ids[span]), np.asarray(self._reply[span]))
+        return TokenizedChat(np.asarray(self._ids[span]), np.asarray(self._response[span]))
 
     def use_vocabulary(self, tokens: np.ndarray) -> None:
         """Use the target ids ``tokens``, int64 ascending, as the draft vocabulary."""
@@ -254,7 +254,7 @@ class PreparedData:
         other = self.folder.with_name(fingerprint)
         try:
             prompts = read_json(other / "summary.json")["heldout_prompts"]
-            for name in ("rows.json", "ends.npy", "counts.npy", "ids.npy", "reply.npy"):
+            for name in ("rows.json", "ends.npy", "counts.npy", "ids.npy", "response.npy"):
                 if (other / name).read_bytes() != (self.folder / name).read_bytes():
                     return False
         except (OSError, ValueError, KeyError, TypeError):
@@ -289,7 +289,7 @@ def leave_out(data: PreparedData, documents: Collection[int], reason: str) -> Pr
 
 def _write_without(data: PreparedData, documents: frozenset[int], reason: str, folder: Path) -> None:
     """Write rows, parts, counts and summary without ``documents``. Their tokens stay in the files, unused."""
-    # Rows of each part, and counts of the tokens of replies.
+    # Rows of each part, and counts of the tokens of responses.
     rows: list[list[int]] = []
     parts: list[PartRows] = []
     counts = np.zeros_like(np.load(data.folder / "counts.npy"))
@@ -303,7 +303,7 @@ def _write_without(data: PreparedData, documents: frozenset[int], reason: str, f
                 rows.append(left)
             for document in left:
                 chat = data.chat(document)
-                counts += np.bincount(chat.ids[chat.reply >= 0], minlength=len(counts))
+                counts += np.bincount(chat.ids[chat.response >= 0], minlength=len(counts))
                 num_tokens += len(chat.ids)
                 num_documents += 1
         parts.append(PartRows(part.name, first, len(rows) - first, num_tokens, num_documents))
@@ -348,7 +348,7 @@ def prepare_dataset(
 
     Args:
         settings: the section ``data`` of a config; its ``limit`` bounds the records of each source.
-        draft_vocab_size: tokens of the draft vocabulary, those that replies use most; None for all tokens.
+        draft_vocab_size: tokens of the draft vocabulary, those that responses use most; None for all tokens.
         vocab_map: file of another draft vocabulary.
         progress: show a progress bar.
 
@@ -473,7 +473,7 @@ class _Documents:
         if isinstance(record, Conversation):
             mode = _mode(record.chat_template_kwargs)
             may_be_held_out = record.from_start
-            covers_all = all((row.reply >= 0).all() for row in tokenized.rows)
+            covers_all = all((row.response >= 0).all() for row in tokenized.rows)
 
         # Documents of a group share one object.
         group = Group(tokenized.label, record.category, mode)
@@ -494,9 +494,9 @@ class _Documents:
 
 
 def _num_learnable(row: TokenizedChat) -> int:
-    """Number of tokens that a head can learn to draft: those whose predecessor is of the same reply."""
-    reply = row.reply[1:]
-    return int(((reply[:-1] >= 0) & (reply[:-1] == reply[1:])).sum())
+    """Number of tokens that a head can learn to draft: those whose predecessor is of the same response."""
+    response = row.response[1:]
+    return int(((response[:-1] >= 0) & (response[:-1] == response[1:])).sum())
 
 
 def _labelled(settings: DataConfig, source: SourceConfig, skipped: SkipLog) -> Iterator[tuple[str, Record]]:
@@ -630,15 +630,15 @@ def _finish(
     for source, part, held_part in zip(sources, learned_parts, held, strict=True):
         _check_documents(part, ", ".join(source.files), skipped, len(held_part), settings.eval_conversations)
 
-    # Keep the tokens of the others, and count those of replies.
+    # Keep the tokens of the others, and count those of responses.
     learned = [document for part in learned_parts for document in part]
     lengths = row_files.keep([number for document in learned for number in document.rows])
     row_files.close()
     counts = np.zeros(vocab_size, dtype=np.int64)
     num_supervised = 0
-    for ids, reply in token_blocks(folder):
-        counts += np.bincount(ids[reply >= 0], minlength=vocab_size)
-        num_supervised += int((reply >= 0).sum())
+    for ids, response in token_blocks(folder):
+        counts += np.bincount(ids[response >= 0], minlength=vocab_size)
+        num_supervised += int((response >= 0).sum())
 
     # Number the groups of all documents by their names.
     all_groups = [document.group for document in learned]
@@ -742,12 +742,12 @@ def _check_documents(
     if all(document.covers_all for document in documents):
         raise UserError(
             f"The loss mask of {source} covers every token, so prompts would be learned too.",
-            "Use a chat template that separates prompt and reply.",
+            "Use a chat template that separates prompt and response.",
         )
     if not any(document.num_learnable for document in documents):
         raise UserError(
-            f"No reply of {source} has two tokens, so there is nothing to learn.",
-            "Give longer replies, or raise data.max_length if it cuts them.",
+            f"No response of {source} has two tokens, so there is nothing to learn.",
+            "Give longer responses, or raise data.max_length if it cuts them.",
         )
 
 

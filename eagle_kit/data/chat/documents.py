@@ -51,7 +51,7 @@ class Tokenized:
     Attributes:
         label: name under which the record is counted.
         rows: its rows of tokens; empty if it is skipped.
-        prompts: prompts of the replies in its rows, in order, that fill at most half a row.
+        prompts: prompts of the responses in its rows, in order, that fill at most half a row.
         keys: keys of all prompts of the record, in order.
         reason: why the record is skipped; empty if it is not.
         remarks: counts of remarks about parts that are left out.
@@ -169,7 +169,7 @@ def tokenize_record(
         found.reason = str(reason)
         return found
 
-    # A conversation has prompts whose replies are in no row.
+    # A conversation has prompts whose responses are in no row.
     prompts = _prompts(record, found.rows)
     found.prompts = [prompt for prompt in prompts if 0 < prompt.length <= max_length // 2]
     if isinstance(record, Conversation):
@@ -183,25 +183,25 @@ def tokenize_record(
 
 
 def _prompts(record: Record, rows: list[TokenizedChat]) -> list[Prompt]:
-    """Prompts of the replies of a record; of a text, its beginning."""
+    """Prompts of the responses of a record; of a text, its beginning."""
     # A text.
     if isinstance(record, RawText):
         ids = rows[0].ids
         length = min(TEXT_PROMPT, len(ids) // 2)
         return [Prompt(_hash(ids[:length].tobytes()), 0, length)]
 
-    # Each reply of each row, where its first token is.
+    # Each response of each row, where its first token is.
     keys = _turn_keys(record) if isinstance(record, Conversation) else None
     found = []
     for number, row in enumerate(rows):
-        replies, firsts = np.unique(row.reply, return_index=True)
-        for reply, first in zip(replies.tolist(), firsts.tolist(), strict=True):
-            if reply < 0:
+        responses, firsts = np.unique(row.response, return_index=True)
+        for response, first in zip(responses.tolist(), firsts.tolist(), strict=True):
+            if response < 0:
                 continue
             if keys is None:
                 key = _hash(row.ids[:first].tobytes())
             else:
-                key = keys[row.turns[reply]]
+                key = keys[row.turns[response]]
             found.append(Prompt(key, number, first))
     return found
 

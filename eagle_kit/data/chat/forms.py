@@ -8,14 +8,15 @@
 | ``conversation`` | the same (LMSYS-Chat-1M, WildChat) |
 | ``data`` | a list of texts, of the user and the assistant by turns (UltraChat) |
 | ``query``, ``tools``, ``answers`` | xLAM's function calls |
-| one of :data:`PROMPT_KEYS`, one of :data:`REPLY_KEYS` | a text each, or a list of messages each |
+| one of :data:`PROMPT_KEYS`, one of :data:`RESPONSE_KEYS` | a text each, or a list of messages each |
 | ``input_ids``, and ``loss_mask`` or ``labels`` | tokens (:class:`TokenRow`) |
 | ``text`` | a text (:class:`RawText`) |
 
 Tokens with a mask are read before turns, and a text where there is nothing else; of several lists of turns
 the first that is not empty is read. Beside any of them: ``id``, ``category``, ``system`` (text), ``tools`` (a
 list or its JSON text), ``chat_template_kwargs`` (an object or its JSON text), ``finish_reasons`` of
-regenerated replies. Replies whose ``weight`` is 0, or ``train`` or ``loss`` false, are given and not learned.
+regenerated responses. Responses whose ``weight`` is 0, or ``train`` or ``loss`` false, are given and not
+learned.
 """
 
 import json
@@ -39,15 +40,15 @@ from eagle_kit.data.chat.messages import (
     read_message,
     read_tools,
 )
-from eagle_kit.data.chat.reply.calls import HERMES, TOOL_CALL
-from eagle_kit.data.chat.reply.parts import read_reply
-from eagle_kit.data.chat.reply.tags import TagReader
+from eagle_kit.data.chat.response.calls import HERMES, TOOL_CALL
+from eagle_kit.data.chat.response.parts import read_response
+from eagle_kit.data.chat.response.tags import TagReader
 
 WHOLE = ("stop", "tool_calls", "function_call", "eos_token")
-"""Finish reasons of a reply that the model ended itself: OpenAI's, and text-generation-inference's."""
+"""Finish reasons of a response that the model ended itself: OpenAI's, and text-generation-inference's."""
 TURN_KEYS = ("conversations", "messages", "conversation")
 PROMPT_KEYS = ("prompt", "instruction", "question", "query", "problem")
-REPLY_KEYS = ("completion", "response", "output", "answer", "solution")
+RESPONSE_KEYS = ("completion", "response", "output", "answer", "solution")
 """Instruction sets: Alpaca's ``input`` is read after the instruction, and ``history`` (pairs) before it."""
 SYSTEM_KEYS = ("system", "system_prompt")
 MASK_KEYS = ("loss_mask", "assistant_masks", "labels")
@@ -57,24 +58,24 @@ LOSS_KEYS = ("weight", "train", "loss")
 """Keys of a message by which it is learned or not: OpenAI's and those of other trainers."""
 NOT_LEARNED = "not learned"
 """Key that marks a message while its record is read."""
-FORMS = "messages, prompt and reply, text, or input_ids and loss_mask"
+FORMS = "messages, prompt and response, text, or input_ids and loss_mask"
 RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order, a user turn before any reply.
+    """Turns in order, a user turn before any response.
 
     Attributes:
         where: names file and record for people.
         messages: as chat templates take them.
         tools: definitions that the template shows the model.
         chat_template_kwargs: further arguments of the template.
-        complete: False if the last reply was cut, so that its end must not be learned.
-        regenerated: the replies are the target's own. Replies without calls and without a field of reasoning
-            are text as it was generated.
-        from_start: False if the record began with replies to turns that it does not hold. These replies were
-            left out.
+        complete: False if the last response was cut, so that its end must not be learned.
+        regenerated: the responses are the target's own. Responses without calls and without a field of
+            reasoning are text as it was generated.
+        from_start: False if the record began with responses to turns that it does not hold. These responses
+            were left out.
         category: the record's own, or empty.
         remarks: parts of the record that were left out or changed, a clause each.
         not_learned: indices of the assistant's messages that are given and not learned.
@@ -226,15 +227,15 @@ def to_conversation(record: Any, where: str) -> Conversation:
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no user turn")
 
-    # Leave out replies before the first user turn.
+    # Leave out responses before the first user turn.
     kept = _from_first_user(messages)
     if len(kept) < len(messages):
-        remarks["it begins with a reply, which is left out"] = None
+        remarks["it begins with a response, which is left out"] = None
 
-    # Find the replies that are not learned, and remove their marks.
+    # Find the responses that are not learned, and remove their marks.
     not_learned = frozenset(i for i, message in enumerate(kept) if NOT_LEARNED in message)
     if not_learned:
-        remarks["replies whose weight is 0 are given and not learned"] = None
+        remarks["responses whose weight is 0 are given and not learned"] = None
     kept = tuple({k: v for k, v in message.items() if k != NOT_LEARNED} for message in kept)
 
     category = _category(record, remarks)
@@ -266,7 +267,7 @@ def _note_unread(turn: dict[str, Any], remarks: dict[str, None]) -> None:
 
 
 def _is_complete(reasons: Any) -> bool:
-    """True unless the last of ``finish_reasons`` is that of a reply that was cut."""
+    """True unless the last of ``finish_reasons`` is that of a response that was cut."""
     if reasons is None:
         return True
     if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
@@ -293,11 +294,11 @@ def _check_json(conversation: Conversation) -> None:
 
 
 def _has_turns(record: dict[str, Any]) -> bool:
-    """True for a record with a key of turns, or of a prompt and a reply."""
+    """True for a record with a key of turns, or of a prompt and a response."""
     if any(key in record for key in (*TURN_KEYS, "data")):
         return True
     has_prompt = any(key in record for key in PROMPT_KEYS)
-    return has_prompt and any(key in record for key in (*REPLY_KEYS, "answers"))
+    return has_prompt and any(key in record for key in (*RESPONSE_KEYS, "answers"))
 
 
 def _turns(record: dict[str, Any], remarks: dict[str, None]) -> list[dict[str, Any]]:
@@ -321,7 +322,7 @@ def _turns(record: dict[str, Any], remarks: dict[str, None]) -> list[dict[str, A
         roles = ("user", "assistant")
         return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
-    # A prompt, and calls or a reply.
+    # A prompt, and calls or a response.
     if "query" in record and "answers" in record:
         calls = record["answers"]
         if isinstance(calls, str):
@@ -331,18 +332,18 @@ def _turns(record: dict[str, Any], remarks: dict[str, None]) -> list[dict[str, A
     if not _has_pair(record):
         raise Unusable(f"no {FORMS}")
     prompts = [key for key in PROMPT_KEYS if key in record]
-    replies = [key for key in REPLY_KEYS if key in record]
-    if len(prompts) > 1 or len(replies) > 1:
-        names = ", ".join((*prompts, *replies))
-        remarks[f"of {names} only {prompts[0]} and {replies[0]} are read"] = None
+    responses = [key for key in RESPONSE_KEYS if key in record]
+    if len(prompts) > 1 or len(responses) > 1:
+        names = ", ".join((*prompts, *responses))
+        remarks[f"of {names} only {prompts[0]} and {responses[0]} are read"] = None
     prompt = _with_input(record[prompts[0]], record.get("input"))
     history = _history(record.get("history"))
-    return [*history, *_side(prompt, "user"), *_side(record[replies[0]], "assistant")]
+    return [*history, *_side(prompt, "user"), *_side(record[responses[0]], "assistant")]
 
 
 def _has_pair(record: dict[str, Any]) -> bool:
-    """True for a record with a prompt and a reply."""
-    return any(key in record for key in PROMPT_KEYS) and any(key in record for key in REPLY_KEYS)
+    """True for a record with a prompt and a response."""
+    return any(key in record for key in PROMPT_KEYS) and any(key in record for key in RESPONSE_KEYS)
 
 
 def _named_turn(turn: dict[str, Any]) -> dict[str, Any]:
@@ -354,7 +355,7 @@ def _named_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _side(value: Any, role: str) -> list[dict[str, Any]]:
-    """Turns of a prompt or of a reply: a list of messages, or a text."""
+    """Turns of a prompt or of a response: a list of messages, or a text."""
     if isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
         return _dicts(value)
     return [{"role": role, "content": value}]
@@ -374,9 +375,9 @@ def _history(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise Unusable("a history that is not a list of pairs")
     turns = []
-    for prompt, reply in value:
+    for prompt, response in value:
         turns.append({"role": "user", "content": prompt})
-        turns.append({"role": "assistant", "content": reply})
+        turns.append({"role": "assistant", "content": response})
     return turns
 
 
@@ -405,7 +406,7 @@ def _read(turn: dict[str, Any], remarks: dict[str, None]) -> Message:
         raise Unusable(f"a {', '.join(LOSS_KEYS)} of a message that is no number")
     if message["role"] != "assistant":
         if any(value != 0 for value in values):
-            remarks["a weight of a message that is no reply is not read"] = None
+            remarks["a weight of a message that is no response is not read"] = None
         return message
     if any(value == 0 for value in values):
         return {**message, NOT_LEARNED: True}
@@ -448,7 +449,7 @@ def _structured(messages: list[Message], remarks: dict[str, None]) -> list[Messa
             remark = "a system message that lists the tools is left out, since the chat template writes it"
             remarks[remark] = None
         elif role == "assistant" and "tool_calls" not in message and TOOL_CALL in text:
-            parts = read_reply(TagReader(has_thoughts=False, form=HERMES), text)
+            parts = read_response(TagReader(has_thoughts=False, form=HERMES), text)
             if TOOL_CALL in parts.content:
                 raise Unusable("a <tool_call> that cannot be read")
             calls = read_calls([call._asdict() for call in parts.calls])
@@ -463,7 +464,7 @@ def _structured(messages: list[Message], remarks: dict[str, None]) -> list[Messa
 
 
 def _from_first_user(messages: list[Message]) -> tuple[Message, ...]:
-    """The messages without replies before the first user turn, which have no prompt. ShareGPT cuts long
+    """The messages without responses before the first user turn, which have no prompt. ShareGPT cuts long
     conversations into records, and a third of them begin so."""
     first = [message["role"] for message in messages].index("user")
     system = [message for message in messages[:first] if message["role"] not in ("assistant", "tool")]

@@ -15,7 +15,7 @@ from eagle_kit.core.files import is_unicode
 
 Message = dict[str, Any]
 """``role`` (system, developer, user, assistant or tool) and ``content`` (text; empty beside calls). Optional
-keys are ``reasoning_content``, ``tool_calls``, ``tool_call_id`` and ``name``. A regenerated reply that was
+keys are ``reasoning_content``, ``tool_calls``, ``tool_call_id`` and ``name``. A regenerated response that was
 read into parts has ``generated``, its text as it was generated, special tokens included."""
 Tool = dict[str, Any]
 """``{"type": "function", "function": {"name", "description", "parameters"}}``."""
@@ -44,7 +44,7 @@ ROLES = {
 CALLERS = ("function_call", "tool_call")
 """Roles whose content is a call as JSON, or a list of calls."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of the thought before a reply: DeepSeek's and SGLang's, vLLM's, and gpt-oss's."""
+"""Keys of the thought before a response: DeepSeek's and SGLang's, vLLM's, and gpt-oss's."""
 KNOWN_KEYS = {
     "role",
     "content",

@@ -21,15 +21,15 @@ class PackedRow:
 
     Attributes:
         ids: int32 ``[T]``.
-        reply: int32 ``[T]``, number of the reply that must produce the token, unique within the row; -1 for
-            given tokens.
+        response: int32 ``[T]``, number of the response that must produce the token, unique within the row; -1
+            for given tokens.
         doc_start: int32 ``[T]``, index in the row at which the document of the token starts. The position of
             the token is its index less ``doc_start``.
         group: int32 ``[T]``, group of the document.
     """
 
     ids: np.ndarray
-    reply: np.ndarray
+    response: np.ndarray
     doc_start: np.ndarray
     group: np.ndarray
 
@@ -63,19 +63,19 @@ def pack(lengths: Iterable[int], capacity: int) -> list[list[int]]:
 
 def join(chats: list[TokenizedChat], groups: Sequence[int]) -> PackedRow:
     """Lay documents side by side in a row. ``groups`` has a number for each of them."""
-    replies = []
+    responses = []
     starts = []
     offset = 0
-    num_replies = 0
+    num_responses = 0
     for chat in chats:
-        replies.append(np.where(chat.reply >= 0, chat.reply + num_replies, -1))
+        responses.append(np.where(chat.response >= 0, chat.response + num_responses, -1))
         starts.append(np.full(len(chat.ids), offset))
         offset += len(chat.ids)
-        num_replies += chat.num_replies
+        num_responses += chat.num_responses
     lengths = [len(chat.ids) for chat in chats]
     return PackedRow(
         ids=np.concatenate([chat.ids for chat in chats]).astype(np.int32),
-        reply=np.concatenate(replies).astype(np.int32),
+        response=np.concatenate(responses).astype(np.int32),
         doc_start=np.concatenate(starts).astype(np.int32),
         group=np.repeat(np.asarray(groups, dtype=np.int32), lengths),
     )

@@ -24,10 +24,10 @@ def preview(chat: TokenizedChat, tokenizer: Any, *, color: bool | None = None, m
     if color is None:
         color = sys.stdout.isatty()
     ids = chat.ids[:max_tokens]
-    reply = chat.reply[:max_tokens]
+    response = chat.response[:max_tokens]
 
-    # Parts between changes of the reply.
-    borders = [0, *(np.nonzero(np.diff(reply))[0] + 1).tolist(), len(ids)]
+    # Parts between changes of the response.
+    borders = [0, *(np.nonzero(np.diff(response))[0] + 1).tolist(), len(ids)]
     parts = []
     num_chars = 0
     for start, stop in pairwise(borders):
@@ -36,11 +36,11 @@ def preview(chat: TokenizedChat, tokenizer: Any, *, color: bool | None = None, m
         text = whole[num_chars:]
         num_chars = len(whole)
 
-        is_reply = reply[start] >= 0
+        is_response = response[start] >= 0
         if color:
-            style = GREEN if is_reply else DIM
+            style = GREEN if is_response else DIM
             text = f"{style}{text}{RESET}"
-        elif is_reply:
+        elif is_response:
             text = f"⟦{text}⟧"
         parts.append(text)
 

@@ -1,7 +1,7 @@
 """Chat messages as prompts, and as rows of tokens with a loss mask.
 
 The server, evaluation, regeneration and data preparation use one class, :class:`ChatRenderer`. The tokens
-before a learned reply are therefore those that a server would be given for it.
+before a learned response are therefore those that a server would be given for it.
 
 Legend: n tokens of a row.
 """
@@ -28,7 +28,7 @@ from eagle_kit.data.chat.messages import (
     read_message,
     with_text_arguments,
 )
-from eagle_kit.data.chat.reply.tags import END_THINK, OPENED, THINK, opens_thought
+from eagle_kit.data.chat.response.tags import END_THINK, OPENED, THINK, opens_thought
 from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.data.chat.token_prefixes import TokenPrefixes, splitting_tokens
 from eagle_kit.data.chat.turns import TurnPrompt, WindowedPrompts, can_be_windowed, whole_prompt
@@ -54,12 +54,12 @@ TAG = re.compile(r"\A\s*<think>\n?")
 # Remarks on parts of a conversation that are left out.
 NO_PLACE = "reasoning that the chat template has no place for is left out"
 ENDED = "reasoning is left out where the prompt has ended it, as with thinking off"
-TOO_LATE = "replies beyond max_length are left out"
-CUT = "a reply is cut at max_length"
-OTHERWISE = "regenerated replies that the chat template renders otherwise are left out"
+TOO_LATE = "responses beyond max_length are left out"
+CUT = "a response is cut at max_length"
+OTHERWISE = "regenerated responses that the chat template renders otherwise are left out"
 NO_SYSTEM = "a system message that the chat template has no place for is left out"
-LITERAL_END = "a reply that holds the text of an end token is cut there"
-EMPTY_END = "empty replies at the end are left out"
+LITERAL_END = "a response that holds the text of an end token is cut there"
+EMPTY_END = "empty responses at the end are left out"
 
 
 class PromptError(UserError):
@@ -75,7 +75,7 @@ class Segment(NamedTuple):
 
     Attributes:
         text: the piece, special tokens included.
-        turn: index of the message whose reply the piece is; None for text that the model is given.
+        turn: index of the message whose response the piece is; None for text that the model is given.
     """
 
     text: str
@@ -88,19 +88,20 @@ class TokenizedChat:
 
     Attributes:
         ids: int32 ``[n]``.
-        reply: int32 ``[n]``, the number of the reply that must produce the token, counted from 0 in the row;
+        response: int32 ``[n]``, the number of the response that must produce the token, counted from 0 in the
+            row;
             -1 for tokens that are given.
-        turns: index of the message of each reply; empty where the row is not made of messages.
+        turns: index of the message of each response; empty where the row is not made of messages.
     """
 
     ids: np.ndarray
-    reply: np.ndarray
+    response: np.ndarray
     turns: tuple[int, ...] = ()
 
     @property
-    def num_replies(self) -> int:
-        """Number of the last reply that has a token, and one."""
-        return int(self.reply.max()) + 1
+    def num_responses(self) -> int:
+        """Number of the last response that has a token, and one."""
+        return int(self.response.max()) + 1
 
 
 class ChatRenderer:
@@ -266,7 +267,7 @@ class ChatRenderer:
     def end_names(self) -> tuple[str, ...]:
         """Texts of the tokens that end a turn: the tokenizer's end token, the end tokens of the model's
         generation config, added tokens that are in ``END_NAMES``, and the token that the chat template puts
-        directly after every reply."""
+        directly after every response."""
         template = str(getattr(self.tokenizer, "chat_template", None))
         if template not in self._end_names:
             self._end_names[template] = self._find_end_names()
@@ -291,17 +292,17 @@ class ChatRenderer:
         ids = getattr(self.tokenizer, "end_token_ids", ())
         names += [decoder[token].content for token in ids if token in decoder]
 
-        # The special token that the chat template puts after every reply.
+        # The special token that the chat template puts after every response.
         special = [token.content for token in decoder.values() if token.special and token.content.strip()]
-        texts = self._texts_after_reply()
+        texts = self._texts_after_response()
         for name in special:
             if texts and all(text.startswith(name) for text in texts):
                 names.append(name)
         return tuple(dict.fromkeys(names))
 
-    def _texts_after_reply(self) -> list[str]:
-        """Texts that the chat template writes after the last reply, and after one that a turn follows. Empty
-        if there is no template, or it refuses a plain conversation."""
+    def _texts_after_response(self) -> list[str]:
+        """Texts that the chat template writes after the last response, and after one that a turn follows.
+        Empty if there is no template, or it refuses a plain conversation."""
         question: Message = {"role": "user", "content": "Hi"}
         conversation: list[Message] = [question, {"role": "assistant", "content": PROBE}]
         texts = []
@@ -333,7 +334,7 @@ class ChatRenderer:
             remarks: counter of remarks about parts of conversations that are left out; it is increased.
 
         Raises:
-            Unusable: no reply within ``max_length``, an empty reply before another, something that the
+            Unusable: no response within ``max_length``, an empty response before another, something that the
                 template leaves out, or a rendering that serving would not have produced.
             UserError: the tokenizer has no chat template.
         """
@@ -343,17 +344,17 @@ class ChatRenderer:
         for row in self.segments(conversation, found):
             chats += self.tokenize_segments(row, max_length)
 
-        # Cut them, and leave out rows that have no reply any more.
+        # Cut them, and leave out rows that have no response any more.
         cut_chats = []
         for chat in chats:
-            if len(chat.ids) > max_length and chat.reply[max_length] >= 0:
+            if len(chat.ids) > max_length and chat.response[max_length] >= 0:
                 found[CUT] = 1
-            cut_chat = TokenizedChat(chat.ids[:max_length], chat.reply[:max_length], chat.turns)
-            if (cut_chat.reply >= 0).any():
+            cut_chat = TokenizedChat(chat.ids[:max_length], chat.response[:max_length], chat.turns)
+            if (cut_chat.response >= 0).any():
                 cut_chats.append(cut_chat)
         if not cut_chats:
-            raise Unusable("no reply within the length limit")
-        if sum(chat.num_replies for chat in chats) > sum(chat.num_replies for chat in cut_chats):
+            raise Unusable("no response within the length limit")
+        if sum(chat.num_responses for chat in chats) > sum(chat.num_responses for chat in cut_chats):
             found[TOO_LATE] = 1
 
         # Every remark is counted once for each conversation.
@@ -372,9 +373,9 @@ class ChatRenderer:
         for start in range(0, len(ids), max_length):
             row = ids[start : start + max_length]
             if len(row) > 1:
-                reply = np.zeros(len(row), dtype=np.int32)
-                reply[0] = -1
-                rows.append(TokenizedChat(row, reply))
+                response = np.zeros(len(row), dtype=np.int32)
+                response[0] = -1
+                rows.append(TokenizedChat(row, response))
         if not rows:
             raise Unusable("a text of one token")
         return rows
@@ -386,25 +387,25 @@ class ChatRenderer:
         ids = np.asarray(record.ids, dtype=np.int32)
         is_learned = np.asarray(record.is_learned, dtype=bool)
 
-        # Learned tokens side by side are one reply.
+        # Learned tokens side by side are one response.
         begins = is_learned & ~np.concatenate(([False], is_learned[:-1]))
-        reply = np.where(is_learned, np.cumsum(begins) - 1, -1).astype(np.int32)
+        response = np.where(is_learned, np.cumsum(begins) - 1, -1).astype(np.int32)
 
         # Cut the row.
-        row = TokenizedChat(ids[:max_length], reply[:max_length])
-        if not (row.reply >= 0).any():
+        row = TokenizedChat(ids[:max_length], response[:max_length])
+        if not (row.response >= 0).any():
             raise Unusable("no token to learn within the length limit")
-        if len(ids) > max_length and (reply[max_length:] >= 0).any():
-            remark = CUT if reply[max_length] >= 0 else TOO_LATE
+        if len(ids) > max_length and (response[max_length:] >= 0).any():
+            remark = CUT if response[max_length] >= 0 else TOO_LATE
             remarks[remark] += 1
         return [row]
 
     # Segments of a conversation.
 
     def segments(self, conversation: Conversation, remarks: Counter[str]) -> list[list[Segment]]:
-        """Render a conversation as rows of segments: given text and a reply by turns.
+        """Render a conversation as rows of segments: given text and a response by turns.
 
-        Every assistant turn is rendered as a server renders its prompt. The reply is the text that the
+        Every assistant turn is rendered as a server renders its prompt. The response is the text that the
         template puts after the prompt, through the end-of-turn token. If the prompt of a turn begins with the
         row of the turn before, both share a row. A template that renders earlier turns differently later on
         (Qwen3 and DeepSeek-R1 drop earlier reasoning) gives the turn a row of its own.
@@ -413,44 +414,44 @@ class ChatRenderer:
             remarks: counter of remarks about parts of conversations that are left out; it is increased.
 
         Raises:
-            Unusable: no reply, an empty reply before another, something that the template leaves out, or a
-                rendering that serving would not have produced.
+            Unusable: no response, an empty response before another, something that the template leaves out,
+                or a rendering that serving would not have produced.
             UserError: the tokenizer has no chat template.
         """
-        # Leave out empty replies at the end.
+        # Leave out empty responses at the end.
         messages = conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise Unusable("no assistant turn")
         if turns[0] == 0:
-            raise Unusable("it starts with a reply")
+            raise Unusable("it starts with a response")
         while turns and is_empty(messages[turns[-1]]) and not self._begun_thought(conversation, turns[-1]):
             turns.pop()
             conversation = replace(conversation, complete=True)
             remarks[EMPTY_END] = 1
         if not turns or any(is_empty(messages[turn]) for turn in turns[:-1]):
-            raise Unusable("an empty reply")
+            raise Unusable("an empty response")
 
-        # Check that the template renders everything; a generated last reply is not rendered.
+        # Check that the template renders everything; a generated last response is not rendered.
         last = turns[-1]
         is_generated = _generated(conversation, last) is not None
         self.check_prompt(conversation.prompt(last if is_generated else last + 1))
         if self.drops_system(conversation.prompt(last)):
             remarks[NO_SYSTEM] = 1
 
-        # Leave out replies that are not learned; the last reply that is learned has its end.
+        # Leave out responses that are not learned; the last response that is learned has its end.
         if last in conversation.not_learned:
             conversation = replace(conversation, complete=True)
         turns = [turn for turn in turns if turn not in conversation.not_learned]
         if not turns:
-            raise Unusable("no reply that is to be learned")
+            raise Unusable("no response that is to be learned")
 
         # Render the others.
         rows = self._rows_from_windows(conversation, turns, remarks)
         if rows is None:
             rows = self._rows_from_whole_prompts(conversation, turns, remarks)
         if not rows:
-            raise Unusable("the chat template renders the regenerated replies otherwise")
+            raise Unusable("the chat template renders the regenerated responses otherwise")
         return rows
 
     def _rows_from_windows(
@@ -467,14 +468,14 @@ class ChatRenderer:
         for number, turn in enumerate(turns, 1):
             is_last = turn == turns[-1]
             prompt = prompts.at(turn)
-            reply = self._reply(prompt, is_last, found)
+            response = self._response(prompt, is_last, found)
 
             # Compare turns 1, 2, 4, 8 and so on, and the last one, with whole renderings.
             if is_last or number & (number - 1) == 0:
                 whole = whole_prompt(render_prompt, conversation, turn)
-                if prompt.text != whole.text or reply != self._reply(whole, is_last, Counter()):
+                if prompt.text != whole.text or response != self._response(whole, is_last, Counter()):
                     return None
-            rows.add(turn, prompt.text, reply, found)
+            rows.add(turn, prompt.text, response, found)
         remarks.update(found)
         return rows.rows
 
@@ -486,19 +487,19 @@ class ChatRenderer:
         rows = _Rows()
         for turn in turns:
             prompt = whole_prompt(render_prompt, conversation, turn)
-            reply = self._reply(prompt, turn == turns[-1], remarks)
-            rows.add(turn, prompt.text, reply, remarks)
+            response = self._response(prompt, turn == turns[-1], remarks)
+            rows.add(turn, prompt.text, response, remarks)
         return rows.rows
 
-    # The reply to a prompt.
+    # The response to a prompt.
 
-    def _reply(self, prompt: TurnPrompt, is_last: bool, remarks: Counter[str]) -> str | None:
-        """The reply to a prompt, with its end; None for a regenerated one that the template renders
+    def _response(self, prompt: TurnPrompt, is_last: bool, remarks: Counter[str]) -> str | None:
+        """The response to a prompt, with its end; None for a regenerated one that the template renders
         otherwise."""
         conversation = prompt.conversation
         message = conversation.messages[prompt.turn]
 
-        # A regenerated reply, as it was generated, and one that was cut within its thought.
+        # A regenerated response, as it was generated, and one that was cut within its thought.
         generated = _generated(conversation, prompt.turn)
         if generated is not None:
             return generated
@@ -508,9 +509,9 @@ class ChatRenderer:
                 return _without_opening_tag(prompt, begun)
 
         # Any other one as the template renders it, up to the first end token, where a server stops.
-        rendered = self._rendered_reply(prompt, remarks)
+        rendered = self._rendered_response(prompt, remarks)
         ends = self.end_names
-        reply, end = _split_end(rendered, ends)
+        response, end = _split_end(rendered, ends)
         if any(message["content"].partition(name)[2].strip() for name in ends):
             remarks[LITERAL_END] += 1
         if not end:
@@ -519,21 +520,21 @@ class ChatRenderer:
         # Generated text has white space that templates strip.
         if conversation.regenerated and not message.keys() & {"tool_calls", "reasoning_content"}:
             text = _without_opening_tag(prompt, message["content"])
-            if text.split() != reply.split():
+            if text.split() != response.split():
                 return None
-            reply = text
+            response = text
         if is_last and not conversation.complete:
-            return reply
-        return reply + end
+            return response
+        return response + end
 
-    def _rendered_reply(self, prompt: TurnPrompt, remarks: Counter[str]) -> str:
+    def _rendered_response(self, prompt: TurnPrompt, remarks: Counter[str]) -> str:
         """Text that the model must write after a prompt for the message of its turn, by the chat template."""
         conversation = prompt.conversation
         given = conversation.prompt(prompt.turn)
         text = prompt.window_text
 
         def through(message: Message) -> str:
-            """Render the messages through the reply."""
+            """Render the messages through the response."""
             messages = [*given.messages, message]
             return self.render(replace(given, messages=messages), generation_prompt=False)
 
@@ -552,14 +553,14 @@ class ChatRenderer:
             remarks[remark] += 1
             return bare[len(text) :]
 
-        # The template renders the history otherwise once the reply follows it (gpt-oss).
+        # The template renders the history otherwise once the response follows it (gpt-oss).
         opening = OPENED.search(text)
         head = text[: opening.start()] if opening else text
         if not knows_thoughts or not bare.startswith(head):
             mark = text.removeprefix(self.render(given, generation_prompt=False))
-            return _reply_after_mark(whole, through(_changed(message)), mark, thought)
+            return _response_after_mark(whole, through(_changed(message)), mark, thought)
 
-        # The template drops the thought even of the last reply (DeepSeek-R1): write it as the model does.
+        # The template drops the thought even of the last response (DeepSeek-R1): write it as the model does.
         if "reasoning_content" in message or not thought:
             thought = f"{THINK}\n{_without_tags(thought)}\n{END_THINK}\n\n"
         written = TAG.sub("", thought)
@@ -567,10 +568,10 @@ class ChatRenderer:
             written = f"{THINK}\n{written}"
         return written + bare[len(head) :]
 
-    def _end_of_next(self, prompt: TurnPrompt, reply: str) -> str:
-        """The end token with which a template begins the turn after a reply, as GLM-4.5's does. Empty if
+    def _end_of_next(self, prompt: TurnPrompt, response: str) -> str:
+        """The end token with which a template begins the turn after a response, as GLM-4.5's does. Empty if
         there is none."""
-        # Render another turn after the reply.
+        # Render another turn after the response.
         messages = prompt.conversation.messages
         role = "tool" if "tool_calls" in messages[-1] else "user"
         longer = replace(prompt.conversation, messages=(*messages, {"role": role, "content": "~"}))
@@ -580,7 +581,7 @@ class ChatRenderer:
             return ""
 
         # Read the text between them.
-        start = prompt.window_text + reply
+        start = prompt.window_text + response
         if text.startswith(start):
             for name in self.end_names:
                 if text.startswith(name, len(start)):
@@ -588,8 +589,8 @@ class ChatRenderer:
         return ""
 
     def _begun_thought(self, conversation: Conversation, turn: int) -> str:
-        """The last reply, message ``turn``, as it was generated, if it was cut before its thought ended;
-        empty for any other reply. The template would end the thought, and render it as the answer."""
+        """The last response, message ``turn``, as it was generated, if it was cut before its thought ended;
+        empty for any other response. The template would end the thought, and render it as the answer."""
         message = conversation.messages[turn]
         text = message["content"]
         thought = message.get("reasoning_content")
@@ -608,11 +609,11 @@ class ChatRenderer:
     def tokenize_segments(self, row: Sequence[Segment], max_length: int | None = None) -> list[TokenizedChat]:
         """Tokenise a row of segments.
 
-        Prompts and replies whose tokens would merge are tokenised apart, as a server does, which tokenises
-        the prompt alone. Each reply of such a row is a row of its own.
+        Prompts and responses whose tokens would merge are tokenised apart, as a server does, which tokenises
+        the prompt alone. Each response of such a row is a row of its own.
 
         Args:
-            max_length: replies that begin after so many tokens are not checked; None checks all.
+            max_length: responses that begin after so many tokens are not checked; None checks all.
 
         Raises:
             Unusable: tokens merge, and the tokenizer writes the two texts apart differently.
@@ -624,13 +625,13 @@ class ChatRenderer:
         given = ""
         for segment in row:
             if segment.turn is not None:
-                chats.append(self._encode_reply(given, segment))
+                chats.append(self._encode_response(given, segment))
             given += segment.text
         return chats
 
     def _encode(self, row: Sequence[Segment], max_length: int | None = None) -> TokenizedChat | None:
         """Tokens of a row. None if one of the first ``max_length`` tokens has characters of a prompt and of
-        its reply."""
+        its response."""
         # Tokenise the text.
         text = "".join(segment.text for segment in row)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -638,8 +639,8 @@ class ChatRenderer:
         starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
         prefixes = TokenPrefixes(self.token_ids, self._splitting_tokens, text, ids, starts)
 
-        # Mark the tokens of each reply.
-        reply = np.full(len(ids), -1, dtype=np.int32)
+        # Mark the tokens of each response.
+        response = np.full(len(ids), -1, dtype=np.int32)
         turns: list[int] = []
         stop = 0
         for segment in row:
@@ -648,26 +649,26 @@ class ChatRenderer:
             if segment.turn is None:
                 continue
             first, last = np.searchsorted(starts, (start, stop)).tolist()
-            reply[first:last] = len(turns)
+            response[first:last] = len(turns)
             turns.append(segment.turn)
             is_checked = max_length is None or first < max_length
             if is_checked and not prefixes.are_tokens(start, first):
                 return None
-        return TokenizedChat(ids, reply, tuple(turns))
+        return TokenizedChat(ids, response, tuple(turns))
 
-    def _encode_reply(self, given: str, reply: Segment) -> TokenizedChat:
-        """Tokens of a prompt and its reply, tokenised apart if a token would join them."""
-        assert reply.turn is not None
-        chat = self._encode([Segment(given), reply])
+    def _encode_response(self, given: str, response: Segment) -> TokenizedChat:
+        """Tokens of a prompt and its response, tokenised apart if a token would join them."""
+        assert response.turn is not None
+        chat = self._encode([Segment(given), response])
         if chat is not None:
             return chat
         given_ids = self.token_ids(given)
-        reply_ids = self.token_ids(reply.text)
-        ids = [*given_ids, *reply_ids]
-        if self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) != given + reply.text:
-            raise Unusable("tokens merge across the start of a reply")
-        numbers = np.repeat(np.array([-1, 0], dtype=np.int32), [len(given_ids), len(reply_ids)])
-        return TokenizedChat(np.asarray(ids, dtype=np.int32), numbers, (reply.turn,))
+        response_ids = self.token_ids(response.text)
+        ids = [*given_ids, *response_ids]
+        if self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) != given + response.text:
+            raise Unusable("tokens merge across the start of a response")
+        numbers = np.repeat(np.array([-1, 0], dtype=np.int32), [len(given_ids), len(response_ids)])
+        return TokenizedChat(np.asarray(ids, dtype=np.int32), numbers, (response.turn,))
 
     @cached_property
     def _splitting_tokens(self) -> Mapping[int, str]:
@@ -682,17 +683,17 @@ class _Rows:
         self.rows: list[list[Segment]] = []
         self._text = ""  # of the last row
 
-    def add(self, turn: int, prompt: str, reply: str | None, remarks: Counter[str]) -> None:
-        """Add a prompt and its reply. A reply of None is counted in ``remarks`` and not added."""
-        if reply is None:
+    def add(self, turn: int, prompt: str, response: str | None, remarks: Counter[str]) -> None:
+        """Add a prompt and its response. A response of None is counted in ``remarks`` and not added."""
+        if response is None:
             remarks[OTHERWISE] += 1
             return
         if not self.rows or not prompt.startswith(self._text):
             self.rows.append([])
             self._text = ""
         self.rows[-1].append(Segment(prompt[len(self._text) :]))
-        self.rows[-1].append(Segment(reply, turn))
-        self._text = prompt + reply
+        self.rows[-1].append(Segment(response, turn))
+        self._text = prompt + response
 
 
 def _refused(error: Exception) -> Unusable:
@@ -731,23 +732,23 @@ def _probed(message: Message, probe: Callable[[str], str]) -> Message:
 
 
 def _generated(conversation: Conversation, turn: int) -> str | None:
-    """The regenerated reply of message ``turn`` as it was generated, with its end. None for other replies,
-    and for those that were not read into parts."""
+    """The regenerated response of message ``turn`` as it was generated, with its end. None for other
+    responses, and for those that were not read into parts."""
     if not conversation.regenerated:
         return None
     return conversation.messages[turn].get("generated")
 
 
-def _without_opening_tag(prompt: TurnPrompt, reply: str) -> str:
-    """A generated reply. If the prompt has opened its thought, the opening tag is left out."""
+def _without_opening_tag(prompt: TurnPrompt, response: str) -> str:
+    """A generated response. If the prompt has opened its thought, the opening tag is left out."""
     if not opens_thought(prompt.window_text):
-        return reply
-    return TAG.sub("", reply)
+        return response
+    return TAG.sub("", response)
 
 
 def _split_end(text: str, ends: Sequence[str]) -> tuple[str, str]:
-    """A reply up to the first end-of-turn token, and that token; the whole text and an empty text if there is
-    none."""
+    """A response up to the first end-of-turn token, and that token; the whole text and an empty text if there
+    is none."""
     stops = [text.index(end) + len(end) for end in ends if end in text]
     if not stops:
         return text, ""
@@ -757,8 +758,8 @@ def _split_end(text: str, ends: Sequence[str]) -> tuple[str, str]:
 
 
 def _split_thought(message: Message) -> tuple[str, Message]:
-    """The thought of a reply and the reply without it. The thought is that of its own field, or, with its
-    tags, the beginning of the text."""
+    """The thought of a response and the response without it. The thought is that of its own field, or, with
+    its tags, the beginning of the text."""
     plain = {key: value for key, value in message.items() if key != "reasoning_content"}
     if "reasoning_content" in message:
         return message["reasoning_content"], plain
@@ -773,19 +774,19 @@ def _without_tags(thought: str) -> str:
     return thought.strip().removeprefix(THINK).removesuffix(END_THINK).strip()
 
 
-def _reply_after_mark(text: str, changed: str, mark: str, thought: str) -> str:
-    """The reply in a rendering whose history differs from the prompt's. gpt-oss's template drops the thought
-    before a call once an answer follows.
+def _response_after_mark(text: str, changed: str, mark: str, thought: str) -> str:
+    """The response in a rendering whose history differs from the prompt's. gpt-oss's template drops the
+    thought before a call once an answer follows.
 
     Args:
         text: the rendering.
-        changed: the rendering with another reply.
-        mark: the generation prompt. The reply begins after the last one of them before the first character at
-            which the renderings differ.
-        thought: of the reply; the reply must hold it.
+        changed: the rendering with another response.
+        mark: the generation prompt. The response begins after the last one of them before the first character
+            at which the renderings differ.
+        thought: of the response; the response must hold it.
 
     Raises:
-        Unusable: there is no such reply.
+        Unusable: there is no such response.
     """
     common = 0
     for i, (one, other) in enumerate(zip(text, changed, strict=False)):
@@ -794,12 +795,12 @@ def _reply_after_mark(text: str, changed: str, mark: str, thought: str) -> str:
             break
     start = text.rfind(mark, 0, common)
     if not mark or start < 0 or _without_tags(thought) not in text[start:]:
-        raise Unusable("the chat template does not render the reply behind its generation prompt")
+        raise Unusable("the chat template does not render the response behind its generation prompt")
     return text[start + len(mark) :]
 
 
 def _changed(message: Message) -> Message:
-    """Another reply of the same form: each of its texts begins with another character."""
+    """Another response of the same form: each of its texts begins with another character."""
     changed = dict(message)
     for name in ("content", "reasoning_content"):
         if message.get(name):

@@ -11,13 +11,13 @@ import numpy as np
 
 from eagle_kit.data.chat.renderer import TokenizedChat
 
-NAMES = ("ids", "reply")
+NAMES = ("ids", "response")
 BLOCK = 1 << 22
 """Tokens that are read at a time."""
 
 
 class RowFiles:
-    """``ids.npy`` and ``reply.npy``, int32 ``[n]``, of a folder."""
+    """``ids.npy`` and ``response.npy``, int32 ``[n]``, of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._files = {name: (folder / f"{name}.npy").open("w+b") for name in NAMES}
@@ -85,11 +85,11 @@ def read_integers(path: Path) -> np.ndarray:
 
 
 def token_blocks(folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """``ids`` and ``reply`` of a folder's rows, :data:`BLOCK` tokens at a time."""
+    """``ids`` and ``response`` of a folder's rows, :data:`BLOCK` tokens at a time."""
     ids = np.load(folder / "ids.npy", mmap_mode="r")
-    reply = np.load(folder / "reply.npy", mmap_mode="r")
+    response = np.load(folder / "response.npy", mmap_mode="r")
     for start in range(0, len(ids), BLOCK):
-        yield np.asarray(ids[start : start + BLOCK]), np.asarray(reply[start : start + BLOCK])
+        yield np.asarray(ids[start : start + BLOCK]), np.asarray(response[start : start + BLOCK])
 
 
 def _header(num_tokens: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Prompts of the replies of a conversation, in time that grows with the number of its turns.
+"""Prompts of the responses of a conversation, in time that grows with the number of its turns.
 
 The prompt of a late turn is the prompt of the turn before and the text that the chat template adds. The
 addition is rendered from the last turns alone (a *window*). Whole renderings at turns 1, 2, 4, 8 and so on,
@@ -23,11 +23,11 @@ RenderPrompt = Callable[[ChatPrompt], str]
 
 @dataclass(frozen=True)
 class TurnPrompt:
-    """The prompt of one reply.
+    """The prompt of one response.
 
     Attributes:
         text: the whole prompt, as a server renders it.
-        conversation: the window, whose last message is the reply.
+        conversation: the window, whose last message is the response.
         window_text: the prompt of the window.
     """
 
@@ -37,7 +37,7 @@ class TurnPrompt:
 
     @property
     def turn(self) -> int:
-        """Index of the reply among the messages of the window."""
+        """Index of the response among the messages of the window."""
         return len(self.conversation.messages) - 1
 
 
@@ -49,7 +49,7 @@ def whole_prompt(render: RenderPrompt, conversation: Conversation, turn: int) ->
 
 
 class WindowedPrompts:
-    """Prompts of one conversation, in the order of its replies, rendered from windows.
+    """Prompts of one conversation, in the order of its responses, rendered from windows.
 
     Args:
         render: the chat template.

@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens that replies use most.
+"""The draft vocabulary: the tokens that responses use most.
 
 Legend: V / Vd target / draft vocabulary.
 """
@@ -25,9 +25,9 @@ class VocabMap:
     Attributes:
         d2t: int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``), target ids ascending.
         t2d: bool ``[V]``, True for tokens that the draft can propose.
-        coverage: share of the tokens of replies that the draft can propose.
-        num_distinct: number of distinct tokens in the replies.
-        num_seen: number of tokens of the map that are in the replies.
+        coverage: share of the tokens of responses that the draft can propose.
+        num_distinct: number of distinct tokens in the responses.
+        num_seen: number of tokens of the map that are in the responses.
         fingerprint: of the data from which the map was made.
         tokenizer: :func:`tokenizer_hash` of the tokenizer of these ids.
     """
@@ -41,7 +41,7 @@ class VocabMap:
     num_seen: int = 0
 
     def count(self, counts: np.ndarray) -> None:
-        """Set the coverage on replies. ``counts`` int64 ``[V]``: how often each token is in them."""
+        """Set the coverage on responses. ``counts`` int64 ``[V]``: how often each token is in them."""
         tokens = np.flatnonzero(self.t2d)
         total = int(counts.sum())
         covered = int(counts[tokens].sum())
@@ -51,11 +51,11 @@ class VocabMap:
 
     @property
     def contents(self) -> str:
-        """Description of the map: how many of its tokens are in the replies."""
-        text = f"the replies have {self.num_distinct} distinct tokens, of which it has {self.num_seen}"
+        """Description of the map: how many of its tokens are in the responses."""
+        text = f"the responses have {self.num_distinct} distinct tokens, of which it has {self.num_seen}"
         num_unseen = len(self.d2t) - self.num_seen
         if num_unseen:
-            text += f"; its other {num_unseen} are in no reply"
+            text += f"; its other {num_unseen} are in no response"
         return text
 
     def save(self, path: Path) -> None:
@@ -107,7 +107,7 @@ def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np
 
     Args:
         tokenizer: :func:`tokenizer_hash` of the target's tokenizer.
-        counts: int64 ``[V]``, how often each token is in the replies of the data that will be trained on,
+        counts: int64 ``[V]``, how often each token is in the responses of the data that will be trained on,
             which may be other data than the map was made of. The coverage is computed from them.
 
     Raises:
@@ -142,7 +142,7 @@ def build_vocab_map(counts: np.ndarray, draft_vocab_size: int, fingerprint: str,
     ends with the ids beyond the tokenizer's.
 
     Args:
-        counts: int64 ``[V]``, how often each token is in the replies.
+        counts: int64 ``[V]``, how often each token is in the responses.
         fingerprint: see :class:`VocabMap`.
         tokenizer: see :class:`VocabMap`.
     """

@@ -23,7 +23,7 @@ NAME = "manifest.json"
 DATA = "data"
 DATA_FILES = (
     "ids.npy",
-    "reply.npy",
+    "response.npy",
     "ends.npy",
     "counts.npy",
     "groups.npy",

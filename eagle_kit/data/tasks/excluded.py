@@ -50,7 +50,7 @@ class ExcludedSets:
         return [RULE, *self.about.values()] if self.tasks else []
 
     def check(self, record: Record) -> None:
-        """Raise :class:`Unusable` for a record that holds a prompt of a set in any of its messages, replies
+        """Raise :class:`Unusable` for a record that holds a prompt of a set in any of its messages, responses
         and calls included. Rows of tokens have no words and are not checked."""
         if not self.tasks or isinstance(record, TokenRow):
             return

@@ -39,7 +39,7 @@ class EvalPrompt:
     Attributes:
         id: its name within the task, unique.
         category: group that it is counted in besides the task.
-        turns: user messages. A later turn follows the target's own plain greedy reply to the earlier ones.
+        turns: user messages. A later turn follows the target's own plain greedy response to the earlier ones.
         context: messages that stand before the first turn as they are.
         tools: definitions that the chat template shows the target, as OpenAI's API has them.
         chat_template_kwargs: further arguments of the template, such as ``enable_thinking``.
@@ -52,19 +52,19 @@ class EvalPrompt:
     tools: tuple[Message, ...] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def messages(self, replies: Sequence[str]) -> list[Message]:
-        """The conversation up to user turn ``len(replies)``, given the replies to the turns before it."""
+    def messages(self, responses: Sequence[str]) -> list[Message]:
+        """The conversation up to user turn ``len(responses)``, given the responses to the turns before it."""
         messages = list(self.context)
-        for turn, reply in zip(self.turns, replies, strict=False):
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
-        return [*messages, {"role": "user", "content": self.turns[len(replies)]}]
+        for turn, response in zip(self.turns, responses, strict=False):
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": response}]
+        return [*messages, {"role": "user", "content": self.turns[len(responses)]}]
 
-    def given(self, replies: Sequence[str] = ()) -> str | list[Message] | ChatPrompt:
+    def given(self, responses: Sequence[str] = ()) -> str | list[Message] | ChatPrompt:
         """:meth:`messages`, with tools and arguments where there are any, as an engine takes them.
 
         A single user turn is given as its text, which a target without a chat template continues.
         """
-        messages = self.messages(replies)
+        messages = self.messages(responses)
         kwargs = self.chat_template_kwargs
         if self.tools or kwargs:
             return ChatPrompt(messages, self.tools, kwargs)
@@ -202,7 +202,7 @@ def _with_json_types(value: Any) -> Any:
 
 
 def _split_last_turn(value: Any) -> tuple[tuple[Message, ...], str]:
-    """Context and text of the last user turn of messages: replies at their end, and results of tools, are
+    """Context and text of the last user turn of messages: responses at their end, and results of tools, are
     left out."""
     messages = to_conversation({"messages": value}, "").messages
     while messages[-1]["role"] in ("assistant", "tool"):

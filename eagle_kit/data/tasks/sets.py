@@ -125,9 +125,9 @@ def load_task(name: str | Path) -> Task:
             leaderboard, of the package bfcl-eval), or the path of a ``.jsonl``, ``.jsonl.gz`` or ``.json``
             file. Its records are of a form that :mod:`eagle_kit.data.tasks.records` lists: published sets as
             they are, ``{"prompt"}``, or ``{"messages"}``, of which the last user message is the turn, those
-            before it stay as they are, and a reply after it is not shown. A category that is missing or empty
-            is the set's or the file's name, and an id that is missing, empty or used before has the line's
-            number in it.
+            before it stay as they are, and a response after it is not shown. A category that is missing or
+            empty is the set's or the file's name, and an id that is missing, empty or used before has the
+            line's number in it.
 
     Raises:
         UserError: an unknown name, with the place to get it where it is a published set; a missing package;

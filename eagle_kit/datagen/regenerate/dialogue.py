@@ -1,4 +1,4 @@
-"""One conversation whose replies are generated again."""
+"""One conversation whose responses are generated again."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ from eagle_kit.core.files import read_text
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.forms import WHOLE, Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Message, on_the_wire
-from eagle_kit.data.chat.reply.tags import END_THINK
-from eagle_kit.datagen.regenerate.responder import Reply
+from eagle_kit.data.chat.response.tags import END_THINK
+from eagle_kit.datagen.regenerate.responder import Response
 
 OPENING = r"(?:(?:i'm |i am )?(?:really |very |so )?sorry|i apologi[sz]e|unfortunately|as an ai)\b"
 CANNOT = r"i(?:'m| am)? (?:can't|cannot|can not|won't|will not|unable to|not able to|not allowed to)"
@@ -24,12 +24,12 @@ REFUSAL = re.compile(
 )
 """Beginning of a refusal in English, a heuristic. Files of patterns add to it."""
 CUT = ("length", "context")
-"""Finish reasons of a reply that was cut at ``max_tokens`` or at the end of the engine's context."""
+"""Finish reasons of a response that was cut at ``max_tokens`` or at the end of the engine's context."""
 FAILED = ("error", "abort")
-"""Finish reasons of a reply that is always left out: the target failed, or the request was aborted."""
-TRUNCATED = "a reply was cut at max_tokens or the context's end"
-REFUSED = "a reply refuses"
-EMPTY = "a reply is empty"
+"""Finish reasons of a response that is always left out: the target failed, or the request was aborted."""
+TRUNCATED = "a response was cut at max_tokens or the context's end"
+REFUSED = "a response refuses"
+EMPTY = "a response is empty"
 ASKERS = ("user", "tool")
 """Roles of messages that are answered."""
 
@@ -41,13 +41,13 @@ class Dialogue:
     Attributes:
         id: id of the record.
         prompt: messages so far, tools, and arguments of the chat template.
-        waiting: messages before each reply that is not generated yet, oldest first: a human turn, or the
+        waiting: messages before each response that is not generated yet, oldest first: a human turn, or the
             recorded results of tools.
         sample: number of this conversation among several from the same record.
         category: category of the record, or empty.
-        finish_reasons: finish reason of every reply.
-        ids: token ids of the last prompt and its reply, if they are known.
-        left_out: reason why the last reply was left out, or empty.
+        finish_reasons: finish reason of every response.
+        ids: token ids of the last prompt and its response, if they are known.
+        left_out: reason why the last response was left out, or empty.
         first: the first human turn.
     """
 
@@ -64,7 +64,7 @@ class Dialogue:
         self.first = next(texts(self.waiting), "")
 
     def params(self, sampling: SamplingParams) -> SamplingParams:
-        """Parameters of the next reply. Its seed is a hash of the run's seed and the prompt."""
+        """Parameters of the next response. Its seed is a hash of the run's seed and the prompt."""
         prompt = self.next_prompt()
         hashed: list[Any] = [sampling.seed, list(prompt.messages)]
         more = [list(prompt.tools), dict(prompt.chat_template_kwargs), self.sample]
@@ -75,47 +75,49 @@ class Dialogue:
         return replace(sampling, seed=seed)
 
     def next_prompt(self) -> ChatPrompt:
-        """The prompt of the next reply."""
+        """The prompt of the next response."""
         return replace(self.prompt, messages=[*self.prompt.messages, *self.waiting[0]])
 
-    def add_reply(self, reply: Reply, *, refusals: Sequence[re.Pattern[str]], skip_truncated: bool) -> None:
-        """Append the next messages and their reply, or leave the reply out.
+    def add_response(
+        self, response: Response, *, refusals: Sequence[re.Pattern[str]], skip_truncated: bool
+    ) -> None:
+        """Append the next messages and their response, or leave the response out.
 
-        A reply that is left out ends the conversation, and so does one that was cut.
+        A response that is left out ends the conversation, and so does one that was cut.
 
         Args:
-            refusals: patterns of replies that are left out.
-            skip_truncated: leave out replies that were cut.
+            refusals: patterns of responses that are left out.
+            skip_truncated: leave out responses that were cut.
         """
-        # Replies that are left out.
-        if reply.finish_reason in FAILED:
-            return self.end(f"a reply ended with {reply.finish_reason}")
-        if skip_truncated and reply.finish_reason in CUT:
+        # Responses that are left out.
+        if response.finish_reason in FAILED:
+            return self.end(f"a response ended with {response.finish_reason}")
+        if skip_truncated and response.finish_reason in CUT:
             return self.end(TRUNCATED)
-        if is_refusal(reply.text, refusals):
+        if is_refusal(response.text, refusals):
             return self.end(REFUSED)
 
-        # A reply that was cut may have a thought alone.
-        is_whole = reply.finish_reason in WHOLE
-        has_thought = bool(reply.reasoning) and not is_whole
-        if not (reply.text.strip() or reply.tool_calls or has_thought):
+        # A response that was cut may have a thought alone.
+        is_whole = response.finish_reason in WHOLE
+        has_thought = bool(response.reasoning) and not is_whole
+        if not (response.text.strip() or response.tool_calls or has_thought):
             return self.end(EMPTY)
 
         # The message.
-        message: Message = {"role": "assistant", "content": reply.text}
-        if reply.reasoning is not None:
-            message["reasoning_content"] = reply.reasoning
-        if reply.tool_calls:
-            message["tool_calls"] = reply.tool_calls
-        if reply.generated is not None:
-            message["generated"] = reply.generated
+        message: Message = {"role": "assistant", "content": response.text}
+        if response.reasoning is not None:
+            message["reasoning_content"] = response.reasoning
+        if response.tool_calls:
+            message["tool_calls"] = response.tool_calls
+        if response.generated is not None:
+            message["generated"] = response.generated
         self.prompt = replace(self.prompt, messages=[*self.next_prompt().messages, message])
         self.waiting = self.waiting[1:] if is_whole else []
-        self.finish_reasons.append(reply.finish_reason)
-        self.ids = reply.ids or []
+        self.finish_reasons.append(response.finish_reason)
+        self.ids = response.ids or []
 
     def end(self, reason: str = "") -> None:
-        """End the conversation before its next reply.
+        """End the conversation before its next response.
 
         Args:
             reason: reason in the list of what was left out; empty is not listed.
@@ -124,7 +126,7 @@ class Dialogue:
         self.left_out = reason
 
     def line(self, with_ids: bool) -> str:
-        """Line of the file of replies."""
+        """Line of the file of responses."""
         record: dict[str, Any] = {"id": self.id}
         if self.category:
             record["category"] = self.category
@@ -147,13 +149,13 @@ class Dialogue:
             "first": self.first,
             "sample": self.sample,
             "reason": self.left_out,
-            "replies_kept": len(self.finish_reasons),
+            "responses_kept": len(self.finish_reasons),
         }
         return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def is_refusal(text: str, patterns: Sequence[re.Pattern[str]] = (REFUSAL,)) -> bool:
-    """True if one of ``patterns`` matches the beginning of a reply, behind its thought.
+    """True if one of ``patterns`` matches the beginning of a response, behind its thought.
 
     The pattern sees ``'`` in place of ``’``.
     """
@@ -191,14 +193,14 @@ def refusal_pattern(text: str) -> re.Pattern[str]:
 
 
 def script(conversation: Conversation, max_turns: int) -> tuple[list[Message], list[list[Message]]]:
-    """Cut a conversation at its replies.
+    """Cut a conversation at its responses.
 
     Args:
         max_turns: maximum number of human turns; the conversation ends before an empty one.
 
     Returns:
-        Messages before the first human turn, and a block of messages before each reply: a human turn, or the
-        recorded results of tools.
+        Messages before the first human turn, and a block of messages before each response: a human turn, or
+        the recorded results of tools.
     """
     roles = [message["role"] for message in conversation.messages]
     first = roles.index("user")
@@ -207,7 +209,7 @@ def script(conversation: Conversation, max_turns: int) -> tuple[list[Message], l
     last_asker = ""  # role of the last human turn or result of a tool in an open block
     is_open = False
     for message in conversation.messages[first:]:
-        # A reply closes the block.
+        # A response closes the block.
         role = message["role"]
         if role == "assistant":
             is_open = False
@@ -228,7 +230,7 @@ def script(conversation: Conversation, max_turns: int) -> tuple[list[Message], l
         if role in ASKERS:
             last_asker = role
 
-    # Messages behind the last of them get no reply.
+    # Messages behind the last of them get no response.
     while blocks and not any(each["role"] in ASKERS for each in blocks[-1]):
         blocks.pop()
     return list(conversation.messages[:first]), blocks

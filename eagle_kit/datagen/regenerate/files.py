@@ -1,4 +1,4 @@
-"""Files of a regeneration: replies, settings, conversations that were left out, and counts."""
+"""Files of a regeneration: responses, settings, conversations that were left out, and counts."""
 
 import os
 from collections import Counter
@@ -27,7 +27,7 @@ LATER_SETTINGS: dict[str, Any] = {
 
 
 def check_out(path: Path) -> None:
-    """Check that replies can be written to ``path``; no file is created.
+    """Check that responses can be written to ``path``; no file is created.
 
     Raises:
         UserError: the file could not be created or appended to, or its name does not end in ``.jsonl``. The
@@ -49,12 +49,12 @@ class NotWritten(UserError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Context that raises :class:`NotWritten` if a file of the replies ``path`` cannot be written."""
+    """Context that raises :class:`NotWritten` if a file of the responses ``path`` cannot be written."""
     try:
         yield
     except OSError as error:
         raise NotWritten(
-            f"The replies of {path} cannot be written: {error.strerror or error}.",
+            f"The responses of {path} cannot be written: {error.strerror or error}.",
             writing_remedy(error, "give --out another file"),
         ) from error
 
@@ -69,17 +69,17 @@ def append(path: Path, lines: str) -> None:
 
 
 def settings_path(path: Path) -> Path:
-    """File with the settings of the replies in ``path``."""
+    """File with the settings of the responses in ``path``."""
     return path.with_suffix(".settings.json")
 
 
 def manifest_path(path: Path) -> Path:
-    """File with the counts of the replies in ``path``, and of what was left out."""
+    """File with the counts of the responses in ``path``, and of what was left out."""
     return path.with_suffix(".manifest.json")
 
 
 def left_out_path(path: Path) -> Path:
-    """File with the conversations that were left out of ``path``, or shortened, because of a reply."""
+    """File with the conversations that were left out of ``path``, or shortened, because of a response."""
     return path.with_suffix(".left-out.jsonl")
 
 
@@ -99,7 +99,7 @@ def check_settings(path: Path, settings: dict[str, Any], num_found: int) -> None
     for name, value in settings.items():
         if before.get(name, value) != value and "" not in (before[name], value):
             raise UserError(
-                f"The replies in {path} were made with {name} {before[name]}, but now it is {value}.",
+                f"The responses in {path} were made with {name} {before[name]}, but now it is {value}.",
                 f"Restore it. {ANOTHER_FILE}",
             )
 
@@ -120,8 +120,8 @@ class LeftOut(NamedTuple):
 
     Attributes:
         key: its identity.
-        reason: why its last reply was left out.
-        is_shortened: True if earlier replies of it were written.
+        reason: why its last response was left out.
+        is_shortened: True if earlier responses of it were written.
     """
 
     key: Key
@@ -134,13 +134,13 @@ def read_left_out(path: Path) -> list[LeftOut]:
 
     def read(record: dict[str, Any]) -> LeftOut:
         key = (str(record["id"]), str(record["first"]), int(record["sample"]))
-        return LeftOut(key, str(record["reason"]), bool(record["replies_kept"]))
+        return LeftOut(key, str(record["reason"]), bool(record["responses_kept"]))
 
     return _read_lines(path, read)
 
 
-def count_replies(path: Path, tokenizer: Any) -> tuple[int, int]:
-    """Count conversations and reply tokens in a file of replies. Raises UserError for another file.
+def count_responses(path: Path, tokenizer: Any) -> tuple[int, int]:
+    """Count conversations and response tokens in a file of responses. Raises UserError for another file.
 
     Returns:
         Number of conversations, and of the tokens that the target generated; zeros if there is no file.

@@ -1,12 +1,13 @@
-"""Replies by the target itself: the human turns of a conversation source, answered by our engine or a server.
+"""Responses by the target itself: the human turns of a conversation source, answered by our engine or a
+server.
 
-A draft predicts the target's own replies, so it is trained on those; the replies of ShareGPT are another
-model's. Results of tools stay as they were recorded, and the replies around them are generated. The result is
-a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines, with category, tools and arguments of the chat
-template if there are any, in the order of the source; the data reader reads it as it is. A line is written
-as soon as its conversation and those before it are answered, so an interrupted run continues. The seed of a
-reply is a hash of the run's seed and the prompt: the reply is the same in any batch, shard or session, with
-a draft and without.
+A draft predicts the target's own responses, so it is trained on those; the responses of ShareGPT are another
+model's. Results of tools stay as they were recorded, and the responses around them are generated. The result
+is a JSONL file of ``{"id", "messages", "finish_reasons"}`` lines, with category, tools and arguments of the
+chat template if there are any, in the order of the source; the data reader reads it as it is. A line is
+written as soon as its conversation and those before it are answered, so an interrupted run continues. The
+seed of a response is a hash of the run's seed and the prompt: the response is the same in any batch, shard or
+session, with a draft and without.
 """
 
 import hashlib
@@ -44,32 +45,32 @@ from eagle_kit.datagen.regenerate.files import (
     settings_path,
     writing,
 )
-from eagle_kit.datagen.regenerate.responder import Reply, Responder
+from eagle_kit.datagen.regenerate.responder import Responder, Response
 from eagle_kit.report.stages import TimeLeft, mute, say
 
 GROUP_FACTOR = 8
-"""Conversations of a group for each running request, so that short replies do not leave the batch empty."""
+"""Conversations of a group for each running request, so that short responses do not leave the batch empty."""
 TOO_LONG = "the prompt of a later turn is longer than max_prompt_tokens, or than the target's context"
 
 
 @dataclass(frozen=True)
 class RegenerateOptions:
-    """Conversations to answer, and the decoding of replies.
+    """Conversations to answer, and the decoding of responses.
 
     Attributes:
-        sampling: parameters of every reply; its seed is hashed into that of the reply. A reply that was cut
-            at ``max_tokens`` ends its conversation.
+        sampling: parameters of every response; its seed is hashed into that of the response. A response that
+            was cut at ``max_tokens`` ends its conversation.
         limit: maximum number of conversations, with those of earlier runs and those that were left out
-            because of a reply; None is unbounded.
+            because of a response; None is unbounded.
         max_turns: maximum number of human turns of a conversation.
         max_prompt_tokens: maximum length of a prompt, earlier turns included. A longer one, or one that the
             responder does not take, ends its conversation.
-        with_ids: also write ``ids``, the tokens of the last prompt and its reply.
+        with_ids: also write ``ids``, the tokens of the last prompt and its response.
         samples: conversations that are generated from each one of the source.
         chat_template_kwargs: variants of the chat template's arguments, one of which is drawn for every
             conversation and sample; the arguments of a record take precedence.
         skip_refusals: leave out refusals and the turns after them.
-        skip_truncated: leave out replies that were cut.
+        skip_truncated: leave out responses that were cut.
         refusals: patterns of refusals besides the English ones
             (:func:`~eagle_kit.datagen.regenerate.dialogue.read_refusals`).
         near_duplicates: Jaccard similarity of human turns from which on a conversation is left out as a
@@ -96,7 +97,8 @@ class RegenerateOptions:
     def __post_init__(self) -> None:
         if self.samples > 1 and self.sampling.temperature == 0:
             raise UserError(
-                f"{self.samples} samples of greedy replies would be the same.", "Give a temperature above 0."
+                f"{self.samples} samples of greedy responses would be the same.",
+                "Give a temperature above 0.",
             )
         if self.refusals and not self.skip_refusals:
             raise UserError(
@@ -113,7 +115,7 @@ class RegenerateOptions:
                 raise UserError(f"{name} is {value}.", "Give a number of at least one.")
 
     def settings(self, source: str, target: str) -> dict[str, Any]:
-        """Everything that decides the replies, as it is written beside them."""
+        """Everything that decides the responses, as it is written beside them."""
         options = asdict(self) | asdict(self.sampling)
         for name in ("limit", "sampling", "test_prompts"):
             del options[name]
@@ -132,9 +134,9 @@ class RegenerateReport:
     Attributes:
         num_written: conversations that this call wrote.
         num_found: conversations that earlier calls wrote.
-        left_out: conversations that all calls left out because of their first reply, by reason.
-        shortened: conversations that all calls ended before a later reply, by reason.
-        num_reply_tokens: tokens of the replies of this call.
+        left_out: conversations that all calls left out because of their first response, by reason.
+        shortened: conversations that all calls ended before a later response, by reason.
+        num_response_tokens: tokens of the responses of this call.
         stats: acceptance of a draft in this call.
         skipped: records of the source that were not answered.
     """
@@ -143,7 +145,7 @@ class RegenerateReport:
     num_found: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     shortened: Counter[str] = field(default_factory=Counter)
-    num_reply_tokens: int = 0
+    num_response_tokens: int = 0
     stats: SpecStats = field(default_factory=SpecStats)
     skipped: SkipLog = field(default_factory=SkipLog)
 
@@ -159,8 +161,8 @@ class RegenerateReport:
         }
 
     def __str__(self) -> str:
-        """Reply tokens, and the accept length of a draft."""
-        text = f"{self.num_reply_tokens} reply tokens"
+        """Response tokens, and the accept length of a draft."""
+        text = f"{self.num_response_tokens} response tokens"
         has_draft = self.stats.num_emitted_tokens > self.stats.num_verifies
         if has_draft:
             text += f", accept length {self.stats.accept_length:.2f}"
@@ -179,12 +181,13 @@ def regenerate(
     """Have ``responder`` answer the human turns of ``source``, and append the conversations to ``out``.
 
     Conversations with the same system messages, tools, arguments of the chat template and first ``max_turns``
-    human turns are answered once. Beside ``out`` are the settings that decide the replies, in
-    ``NAME.settings.json``; the conversations that were left out or shortened because of a reply, in
+    human turns are answered once. Beside ``out`` are the settings that decide the responses, in
+    ``NAME.settings.json``; the conversations that were left out or shortened because of a response, in
     ``NAME.left-out.jsonl``; and the counts, in ``NAME.manifest.json``.
 
     Args:
-        responder: the target in our engine, with or without a draft (the replies are the same), or a server.
+        responder: the target in our engine, with or without a draft (the responses are the same), or a
+            server.
         source: source of :func:`eagle_kit.data.chat.records.read_conversations`.
         out: a JSONL file, which is created or continued; a half-written last line is removed.
         options: conversations and decoding.
@@ -192,7 +195,7 @@ def regenerate(
         progress: show a progress bar.
 
     Raises:
-        UserError: the source cannot be read; or ``out`` is another kind of file, has replies of other
+        UserError: the source cannot be read; or ``out`` is another kind of file, has responses of other
             settings, is written by another process, or is missing while its list of left out conversations
             exists.
     """
@@ -248,13 +251,13 @@ def _continue(
                 write_json_atomically(manifest, report.manifest(settings), indent=1)
         return report
 
-    # The settings are on the disk before the first reply is.
+    # The settings are on the disk before the first response is.
     dialogues = islice(dialogues, left)
     with writing(path):
         write_json_atomically(settings_path(path), settings, indent=1)
         path.open("a").close()
 
-    # Answer in groups; replies are written in the order of the source.
+    # Answer in groups; responses are written in the order of the source.
     sample = responder.batch_size / options.max_turns
     time_left = TimeLeft(left, "conversations", sample=sample, prints=say if progress else mute)
     with tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar:
@@ -325,9 +328,9 @@ def _answer(
     """Answer the conversations of ``group``, turn by turn.
 
     Args:
-        report: counts reply tokens and acceptance.
+        report: counts response tokens and acceptance.
         write: called when conversations may have ended.
-        time_left: counts replies as shares of their conversations.
+        time_left: counts responses as shares of their conversations.
     """
     longest = _longest_prompt(responder, options)
     refusals = []
@@ -353,9 +356,9 @@ def _answer(
         params = [dialogue.params(options.sampling) for dialogue in asking]
 
         def take(
-            i: int, reply: Reply, asking: Sequence[Dialogue] = asking, counted: Sequence[bool] = counted
+            i: int, response: Response, asking: Sequence[Dialogue] = asking, counted: Sequence[bool] = counted
         ) -> None:
-            """Take the reply to the i-th prompt."""
+            """Take the response to the i-th prompt."""
             dialogue = asking[i]
             num_waiting = len(dialogue.waiting)
             num_turns = len(dialogue.finish_reasons) + num_waiting
@@ -364,24 +367,24 @@ def _answer(
                 time_left.count((num_waiting - len(dialogue.waiting)) / num_turns)
 
             # The server refused the prompt.
-            if reply.refused is not None:
-                report.skipped.add(dialogue.id, reply.refused)
+            if response.refused is not None:
+                report.skipped.add(dialogue.id, response.refused)
                 dialogue.end()
                 count()
                 return write()
 
-            # A server counts the prompt's tokens only with its reply.
-            dialogue.add_reply(reply, refusals=refusals, skip_truncated=options.skip_truncated)
-            is_long = not counted[i] and reply.num_prompt_tokens + reply.num_tokens > longest
+            # A server counts the prompt's tokens only with its response.
+            dialogue.add_response(response, refusals=refusals, skip_truncated=options.skip_truncated)
+            is_long = not counted[i] and response.num_prompt_tokens + response.num_tokens > longest
             if is_long and dialogue.waiting:
                 dialogue.end(TOO_LONG)
 
-            report.num_reply_tokens += reply.num_tokens
-            report.stats.add(reply.stats)
+            report.num_response_tokens += response.num_tokens
+            report.stats.add(response.stats)
             count()
             write()
 
-        # Answer them; ``take`` is called with each reply. Prompts that did not fit may have ended others.
+        # Answer them; ``take`` is called with each response. Prompts that did not fit may have ended others.
         responder.answer([dialogue.next_prompt() for dialogue in asking], params, take)
         write()
 
@@ -411,7 +414,7 @@ def _new_dialogues(
         system, blocks = script(conversation, options.max_turns)
         key = ChatPrompt(conversation.messages, conversation.tools).key()
         for sample in range(options.samples):
-            # The conversation up to its first reply.
+            # The conversation up to its first response.
             kwargs = draw_kwargs(options.chat_template_kwargs, seed, f"{sample}\n{key}")
             kwargs = {**kwargs, **conversation.chat_template_kwargs}
             prompt = ChatPrompt(system, conversation.tools, kwargs)

@@ -1,4 +1,4 @@
-"""Sources of replies: our engine, or a server (:mod:`.server`)."""
+"""Sources of responses: our engine, or a server (:mod:`.server`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,8 +8,8 @@ from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.messages import ChatPrompt, Tool
-from eagle_kit.data.chat.reply.choice import choose_forms
-from eagle_kit.data.chat.reply.parts import ReplyParts, read_reply
+from eagle_kit.data.chat.response.choice import choose_forms
+from eagle_kit.data.chat.response.parts import ResponseParts, read_response
 from eagle_kit.engine.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """One finished reply.
+class Response:
+    """One finished response.
 
     Attributes:
-        text: the reply without reasoning and calls that were parsed.
+        text: the response without reasoning and calls that were parsed.
         finish_reason: ``"stop"``, ``"length"``, or another reason of the engine or server.
-        num_tokens: tokens of the reply; 0 if not known.
-        ids: token ids of the prompt and the reply; None if not known.
+        num_tokens: tokens of the response; 0 if not known.
+        ids: token ids of the prompt and the response; None if not known.
         reasoning: the thought before the text; None if it is not parsed or there is none.
         tool_calls: calls in the form of messages; None if they are not parsed or there are none.
-        generated: the reply as it was generated, with special tokens; None if that is the text.
+        generated: the response as it was generated, with special tokens; None if that is the text.
         num_prompt_tokens: tokens of the prompt; 0 if not known.
         refused: why the responder did not answer the prompt; None if it did.
         stats: acceptance of a draft.
@@ -46,12 +46,12 @@ class Reply:
 
 
 class Responder(Protocol):
-    """Source of replies.
+    """Source of responses.
 
     Attributes:
-        repeats: True if it gives the same replies when asked again. Then the replies behind an unfinished one
-            need not be written when it is stopped.
-        batch_size: number of replies that are generated together.
+        repeats: True if it gives the same responses when asked again. Then the responses behind an unfinished
+            one need not be written when it is stopped.
+        batch_size: number of responses that are generated together.
         max_prompt_tokens: maximum length of a prompt; None if not known.
     """
 
@@ -60,7 +60,7 @@ class Responder(Protocol):
     max_prompt_tokens: int | None
 
     def num_tokens(self, prompt: ChatPrompt) -> int | None:
-        """Number of tokens of a prompt; None if it is not known before the reply.
+        """Number of tokens of a prompt; None if it is not known before the response.
 
         Raises:
             PromptError: the chat template does not render it.
@@ -70,18 +70,19 @@ class Responder(Protocol):
         self,
         prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
-        take: Callable[[int, Reply], None],
+        take: Callable[[int, Response], None],
     ) -> None:
         """Answer prompts.
 
         Args:
             params: sampling parameters of each prompt.
-            take: called in this thread with the number of a prompt and its reply, as soon as that is there.
+            take: called in this thread with the number of a prompt and its response, as soon as that is
+                there.
         """
 
 
 class EngineResponder:
-    """Our engine. Replies are parsed in the form that the target's chat template writes."""
+    """Our engine. Responses are parsed in the form that the target's chat template writes."""
 
     repeats = True
 
@@ -99,31 +100,33 @@ class EngineResponder:
         self,
         prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
-        take: Callable[[int, Reply], None],
+        take: Callable[[int, Response], None],
     ) -> None:
         """See :class:`Responder`."""
 
         def finish(number: int, output: RequestOutput) -> None:
-            reply = Reply(
+            response = Response(
                 text=output.text,
                 finish_reason=output.finish_reason,
                 num_tokens=len(output.token_ids),
                 ids=[*output.prompt_ids, *output.token_ids],
                 stats=output.stats,
             )
-            take(number, self._read(reply, output, prompts[number].tools, params[number].stop))
+            take(number, self._read(response, output, prompts[number].tools, params[number].stop))
 
         self._llm.chat(
             [self._llm.tokenize_chat(prompt) for prompt in prompts], list(params), on_finish=finish
         )
 
-    def _read(self, reply: Reply, output: RequestOutput, tools: Sequence[Tool], stop: Sequence[str]) -> Reply:
-        """Parse a reply into text, reasoning and calls; unchanged if it has text alone."""
+    def _read(
+        self, response: Response, output: RequestOutput, tools: Sequence[Tool], stop: Sequence[str]
+    ) -> Response:
+        """Parse a response into text, reasoning and calls; unchanged if it has text alone."""
         if self._forms is None:
-            return reply
+            return response
         reader = self._forms.reader(output.prompt_ids, tools)
         if reader is None:
-            return reply
+            return response
 
         # The text, with the special tokens that the parser needs.
         tokenizer = self._llm.tokenizer
@@ -138,15 +141,15 @@ class EngineResponder:
 
         # Its parts.
         end = tokenizer.convert_ids_to_tokens(output.token_ids[-1]) if is_ended else ""
-        parts = read_reply(reader, text, end)
-        if parts == ReplyParts(content=output.text):
-            return reply
+        parts = read_response(reader, text, end)
+        if parts == ResponseParts(content=output.text):
+            return response
         calls = [{"type": "function", "function": call._asdict()} for call in parts.calls]
         generated = tokenizer.decode(
             output.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return replace(
-            reply,
+            response,
             text=parts.content,
             reasoning=parts.reasoning or None,
             tool_calls=calls or None,
@@ -154,6 +157,6 @@ class EngineResponder:
         )
 
     def _is_ended(self, output: RequestOutput) -> bool:
-        """True if the last token of a reply is an end token."""
+        """True if the last token of a response is an end token."""
         ends = self._llm.renderer.end_token_ids
         return output.finish_reason == "stop" and not ends.isdisjoint(output.token_ids[-1:])

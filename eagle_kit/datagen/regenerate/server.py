@@ -1,4 +1,4 @@
-"""Replies of a server that speaks OpenAI's protocol: vLLM, SGLang, TensorRT-LLM, a public API, or ours.
+"""Responses of a server that speaks OpenAI's protocol: vLLM, SGLang, TensorRT-LLM, a public API, or ours.
 
 The official client sends the requests, and sends them again where they failed for a passing reason.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_kit.core.errors import UserError, first_line, shown
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.messages import ChatPrompt, Message, Unusable, on_the_wire, read_calls
-from eagle_kit.datagen.regenerate.responder import Reply
+from eagle_kit.datagen.regenerate.responder import Response
 
 if TYPE_CHECKING:
     import openai
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REFUSALS = {400, 413, 422}
 """Statuses of a prompt that is not answered, because it is too long or not allowed."""
 MOST_REFUSALS = 8
-"""Number of refusals without any reply that shows that the settings are wrong, not the prompts."""
+"""Number of refusals without any response that shows that the settings are wrong, not the prompts."""
 PASSING = {408, 409, 429}
 """Statuses below 500 after which the client repeats a request; from 500 on it always does."""
 EXTRAS = ("top_k", "min_p", "repetition_penalty")
@@ -78,7 +78,8 @@ class ServerOptions:
             import openai
         except ImportError:
             raise UserError(
-                "Replies of a server need the package openai.", "Install it: pip install 'eagle_kit[train]'."
+                "Responses of a server need the package openai.",
+                "Install it: pip install 'eagle_kit[train]'.",
             ) from None
 
         http = openai.DefaultAsyncHttpxClient(timeout=self.timeout, trust_env=False, follow_redirects=False)
@@ -98,7 +99,7 @@ class ServerOptions:
 
 
 class ServerResponder:
-    """A server as the source of replies.
+    """A server as the source of responses.
 
     Raises:
         UserError: the server does not answer, or no model is named and it has none or several.
@@ -111,7 +112,7 @@ class ServerResponder:
         self._options = options
         self.batch_size = options.concurrency
         self._knows_extras = True
-        self._num_replies = 0
+        self._num_responses = 0
         self._num_refusals = 0
         self.model = options.model or asyncio.run(self._only_model())
 
@@ -129,19 +130,19 @@ class ServerResponder:
         return names[0]
 
     def num_tokens(self, prompt: ChatPrompt) -> int | None:
-        """See :class:`~eagle_kit.datagen.regenerate.responder.Responder`; not known before the reply."""
+        """See :class:`~eagle_kit.datagen.regenerate.responder.Responder`; not known before the response."""
         return None
 
     def answer(
         self,
         prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
-        take: Callable[[int, Reply], None],
+        take: Callable[[int, Response], None],
     ) -> None:
         """See :class:`~eagle_kit.datagen.regenerate.responder.Responder`.
 
         Raises:
-            UserError: the server refuses every request, or a request fails too often. Replies before that
+            UserError: the server refuses every request, or a request fails too often. Responses before that
                 were taken.
             Exception: an error of ``take``. It is not called again.
         """
@@ -151,7 +152,7 @@ class ServerResponder:
         self,
         prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
-        take: Callable[[int, Reply], None],
+        take: Callable[[int, Response], None],
     ) -> None:
         """Answer all prompts, with ``concurrency`` requests at a time.
 
@@ -168,7 +169,7 @@ class ServerResponder:
                 if failures or not is_taking:
                     return
                 try:
-                    reply = await self._answer(client, prompts[number], params[number])
+                    response = await self._answer(client, prompts[number], params[number])
                 except Exception as error:
                     failures.append(error)
                     return
@@ -177,7 +178,7 @@ class ServerResponder:
                 if not is_taking:
                     return
                 try:
-                    take(number, reply)
+                    take(number, response)
                 except BaseException:
                     is_taking = False
                     raise
@@ -189,7 +190,7 @@ class ServerResponder:
 
     async def _answer(
         self, client: "openai.AsyncOpenAI", prompt: ChatPrompt, params: SamplingParams
-    ) -> Reply:
+    ) -> Response:
         """Send one request and read its response. Raises UserError if it fails."""
         settings: dict[str, Any] = {
             "model": self.model,
@@ -230,26 +231,26 @@ class ServerResponder:
                 answer = await self._send(create(extra_body=more))
         except _Refused as refused:
             return self._refused(str(refused))
-        self._num_replies += 1
+        self._num_responses += 1
 
         # Read it. A response that is not JSON is a string.
         if hasattr(answer, "to_dict"):
             answer = answer.to_dict(warnings=False)
-        return read_reply(answer, self._options.root, self._options.with_ids)
+        return read_response(answer, self._options.root, self._options.with_ids)
 
-    def _refused(self, message: str) -> Reply:
-        """Reply to a refused prompt.
+    def _refused(self, message: str) -> Response:
+        """Response to a refused prompt.
 
         Raises:
             UserError: many prompts were refused and none was answered.
         """
         self._num_refusals += 1
-        if not self._num_replies and self._num_refusals >= MOST_REFUSALS:
+        if not self._num_responses and self._num_refusals >= MOST_REFUSALS:
             raise UserError(
                 f"The server at {self._options.root} refuses every request: {message}.",
-                "Correct the settings of the replies, or the server's.",
+                "Correct the settings of the responses, or the server's.",
             )
-        return Reply("", "refused", 0, refused=f"the server refuses it: {message}")
+        return Response("", "refused", 0, refused=f"the server refuses it: {message}")
 
     async def _send(self, request: Any) -> Any:
         """Wait for the response to a request.
@@ -312,7 +313,7 @@ def _message(body: Any) -> str:
     return line[:200] or "nothing"
 
 
-def read_reply(answer: Any, where: str, with_ids: bool) -> Reply:
+def read_response(answer: Any, where: str, with_ids: bool) -> Response:
     """Read the body of a chat completion.
 
     Args:
@@ -343,13 +344,13 @@ def read_reply(answer: Any, where: str, with_ids: bool) -> Reply:
     ids = None
     if with_ids:
         prompt_ids = answer.get("prompt_token_ids")
-        reply_ids = choice.get("token_ids")
-        if not isinstance(prompt_ids, list) or not isinstance(reply_ids, list):
+        response_ids = choice.get("token_ids")
+        if not isinstance(prompt_ids, list) or not isinstance(response_ids, list):
             raise UserError(
                 f"The server at {where} does not return token ids.", "Leave --ids out, or use one that does."
             )
-        ids = [*prompt_ids, *reply_ids]
-    return Reply(
+        ids = [*prompt_ids, *response_ids]
+    return Response(
         text=text,
         finish_reason=finish_reason,
         num_tokens=int(usage.get("completion_tokens") or 0),

@@ -123,7 +123,7 @@ def _limits(card: Card) -> Iterator[str]:
     summary = card.summary
     target = card.target
     yield (
-        f"* It drafts for {target} only. A verifying engine gives the target's own replies with any draft; "
+        f"* It drafts for {target} only. A verifying engine gives the target's own responses with any draft; "
         "with other weights, another chat template or other kinds of prompts fewer tokens are accepted."
     )
     if not config.template_hash:
@@ -132,7 +132,7 @@ def _limits(card: Card) -> Iterator[str]:
     if isinstance(data, dict) and "vocab_coverage" in data and config.draft_vocab_size < config.vocab_size:
         yield (
             f"* It can propose {config.draft_vocab_size:,} of {config.vocab_size:,} tokens, "
-            f"{100 * data['vocab_coverage']:.1f} % of those in its training replies."
+            f"{100 * data['vocab_coverage']:.1f} % of those in its training responses."
         )
     if summary is None:
         yield "* Accept lengths per task have not been measured."
@@ -141,7 +141,7 @@ def _limits(card: Card) -> Iterator[str]:
         if "cuda" not in str(where.get("device")):
             yield "* It has not been measured on a GPU; the speed-ups above are a CPU's."
         if (summary.get("settings") or {}).get("temperature") in (None, 0, 0.0):
-            yield "* The figures above are of greedy decoding; sampled replies have not been measured."
+            yield "* The figures above are of greedy decoding; sampled responses have not been measured."
     yield "* It has not been served with SGLang or vLLM."
     if not card.licence:
         yield (
@@ -212,7 +212,7 @@ def _evaluation(card: Card) -> Iterator[str]:
         return
     yield "Accept length: tokens per verify, bonus token included. Shapes are steps, top-k, tokens."
     yield ""
-    yield "| task | shape | accept length | tokens/s | speed-up over plain decoding | replies |"
+    yield "| task | shape | accept length | tokens/s | speed-up over plain decoding | responses |"
     yield "|---|---|---|---|---|---|"
     for row in summary["rows"]:
         if row["category"] == "all":
@@ -221,7 +221,7 @@ def _evaluation(card: Card) -> Iterator[str]:
             yield f"| {row['task']} | {row['shape']} | {figures} | {row['num_answers']} |"
     yield ""
     identical = {True: "yes", False: "no", None: "not compared"}[summary.get("greedy_identical")]
-    yield f"* greedy replies identical to plain decoding: {identical}"
+    yield f"* greedy responses identical to plain decoding: {identical}"
     if command := summary.get("command"):
         yield f"* command: `{command}`"
     where = summary.get("target") or {}

@@ -1,6 +1,6 @@
 """N-gram drafting without a model: continuations of earlier occurrences of the last tokens, in any request.
 
-All prompts and replies are one log of tokens. Each token knows its neighbours in its own request, and, for
+All prompts and responses are one log of tokens. Each token knows its neighbours in its own request, and, for
 every indexed length m, the occurrence before it of the m tokens that end there (hash chains, as in LZ77). A
 lookup walks the chains of the longest indexed length first, compares backwards to get the real length of each
 match, and merges what followed the matches into a tree.

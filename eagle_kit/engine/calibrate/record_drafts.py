@@ -1,6 +1,6 @@
-"""Recording of what a draft proposes at every position of the target's own replies.
+"""Recording of what a draft proposes at every position of the target's own responses.
 
-Replies are decoded one token a cycle, each after a whole draft whose candidates are kept, so that
+Responses are decoded one token a cycle, each after a whole draft whose candidates are kept, so that
 :class:`~eagle_kit.autotune.acceptance.DraftRecording` can say what any smaller shape accepts.
 """
 
@@ -39,15 +39,15 @@ def record_drafts(
     shape: SpecShape = RECORDED,
     on_finish: Callable[[], None] = lambda: None,
 ) -> DraftRecording:
-    """Decode ``requests`` -> what the draft proposed at every position of their replies.
+    """Decode ``requests`` -> what the draft proposed at every position of their responses.
 
     Args:
         config: of the engine whose drafts are recorded; its pool is given the size that the requests need.
         shape: depth and width to record, reduced to what the draft has.
-        on_finish: called when a reply ends.
+        on_finish: called when a response ends.
 
     Raises:
-        UserError: drafts are static or sampled, or the replies are too short.
+        UserError: drafts are static or sampled, or the responses are too short.
     """
     if config.tree == "static" or config.sampled_drafts:
         raise UserError("Static and sampled drafts are not recorded.", "Leave these options out.")
@@ -107,7 +107,7 @@ def _recording(drafts: dict[Request, list[_Draft]], steps: int, topk: int) -> Dr
         truth += [text[each.position + 1 : each.position + 1 + steps] for each in mine]
         kept += mine
     if not kept:
-        raise UserError("The replies are too short to record any draft.", "Give other prompts.")
+        raise UserError("The responses are too short to record any draft.", "Give other prompts.")
     parts = [torch.stack(part) for part in zip(*(each.candidates for each in kept), strict=True)]
     candidates = cast(Drafts, type(kept[0].candidates)(*parts))
     confidence = torch.stack([each.confidence for each in kept])

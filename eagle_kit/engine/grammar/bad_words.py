@@ -1,7 +1,7 @@
-"""Replies without forbidden words: a token is masked where it would complete the tokens of a word.
+"""Responses without forbidden words: a token is masked where it would complete the tokens of a word.
 
-The rule is that of vLLM's `bad_words`. Only the tokens of the reply count, not those of the prompt. The masks
-are those of grammars, for each node of a window by its own path, so that speculation changes no token.
+The rule is that of vLLM's `bad_words`. Only the tokens of the response count, not those of the prompt. The
+masks are those of grammars, for each node of a window by its own path, so that speculation changes no token.
 
 Legend: N window nodes, W words of 32 tokens.
 """
@@ -54,14 +54,14 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 class MatchWithoutBadWords:
-    """:class:`~eagle_kit.engine.grammar.protocols.Match` of a reply that has no forbidden word, and may have
-    a grammar.
+    """:class:`~eagle_kit.engine.grammar.protocols.Match` of a response that has no forbidden word, and may
+    have a grammar.
 
     Args:
         sequences: tokens of each forbidden word; at least one token each, below ``vocab_size``.
         vocab_size: V of the target.
-        match: of the reply's grammar, which has read nothing; None allows every text.
-        allowed_token_ids: tokens that the reply may have; None allows all.
+        match: of the response's grammar, which has read nothing; None allows every text.
+        allowed_token_ids: tokens that the response may have; None allows all.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MatchWithoutBadWords:
 
     @property
     def is_complete(self) -> bool:
-        """The grammar has ended, and the reply with it."""
+        """The grammar has ended, and the response with it."""
         return self._match is not None and not self._has_failed and self._match.is_complete
 
     @property
@@ -104,8 +104,8 @@ class MatchWithoutBadWords:
         return self._has_failed or (self._match is not None and self._match.is_stuck)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take emitted tokens -> how many belong to the reply. The match is stuck at a forbidden one, which
-        the masks let through only where they forbid all (`masks.allowed_bits`)."""
+        """Take emitted tokens -> how many belong to the response. The match is stuck at a forbidden one,
+        which the masks let through only where they forbid all (`masks.allowed_bits`)."""
         num_good = 0
         for token in tokens:
             if token in self._singles or token in self._forbidden_after(self._tail):
@@ -127,7 +127,7 @@ class MatchWithoutBadWords:
         words = bitmask.numpy().view(np.uint32)
         tails: dict[int, tuple[int, ...]] = {}
         for node, (parent, token) in enumerate(zip(parents.tolist(), tokens.tolist(), strict=True)):
-            # The root is the last token of the reply, which the tail has.
+            # The root is the last token of the response, which the tail has.
             if node == 0:
                 tail = self._tail
             elif parent == node or parent not in tails:

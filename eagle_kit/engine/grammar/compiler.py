@@ -1,4 +1,4 @@
-"""Replies that match a grammar: the tokens allowed after each node of a window, by llguidance.
+"""Responses that match a grammar: the tokens allowed after each node of a window, by llguidance.
 
 A node of a draft tree is reachable when its token is allowed after its parent, whose matcher is copied for
 it (the copies share one automaton). So a draft that breaks the grammar is rejected by the target's
@@ -6,7 +6,7 @@ masked choice, and what is accepted always matches.
 
 Grammars come from strangers. llguidance counts its work and gives up beyond ``LIMITS``, in compiling as in
 every mask; `schema_rules` refuses what these limits do not see. Nothing is forced: every token that keeps the
-reply a prefix of a match is allowed, in whatever pieces the text comes.
+response a prefix of a match is allowed, in whatever pieces the text comes.
 
 Legend: B requests, N window nodes, V vocabulary.
 """
@@ -31,7 +31,7 @@ MAX_REGEX_CHARS = 4096
 NUM_COMPILED = 16
 """Compiled grammars that are remembered; the least recently used go first."""
 NUM_STARTS = 64
-"""Replies share the automaton of a compiled grammar, which grows; it is made anew after so many starts."""
+"""Responses share the automaton of a compiled grammar, which grows; it is made anew after so many starts."""
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,  # about 15 ms a mask
@@ -49,20 +49,20 @@ NO_FORCING = '%llguidance {"no_forcing": true}\n'
 MAX_FILL_S = 0.25
 """CPU time for the masks of one window."""
 FREE_S = 0.02
-"""CPU time of a call for a reply that is not counted."""
+"""CPU time of a call for a response that is not counted."""
 MAX_EXTRA_S = 1.0
-"""Most CPU time of all calls for one reply together, beyond :data:`FREE_S` of each."""
+"""Most CPU time of all calls for one response together, beyond :data:`FREE_S` of each."""
 
 
 class GrammarMatch:
-    """State of one reply in its grammar.
+    """State of one response in its grammar.
 
     Args:
         matcher: an `LLMatcher` at the beginning of its grammar; nobody else may use it.
-        stop_token_ids: tokens that end a complete reply.
+        stop_token_ids: tokens that end a complete response.
 
     Attributes:
-        is_complete: the grammar has ended, and the reply with it.
+        is_complete: the grammar has ended, and the response with it.
         is_stuck: no token may follow: the grammar leads nowhere from here, or takes too long.
     """
 
@@ -73,7 +73,7 @@ class GrammarMatch:
         self.is_complete = self.is_stuck = False
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take emitted tokens -> how many belong to the reply: those behind the grammar's end do not."""
+        """Take emitted tokens -> how many belong to the response: those behind the grammar's end do not."""
         if self.is_stuck:
             return 0
         started = time.thread_time()
@@ -128,7 +128,7 @@ class GrammarCompiler:
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         vocab_size: V, rows of the target's output matrix.
-        stop_token_ids: tokens that end a complete reply.
+        stop_token_ids: tokens that end a complete response.
 
     Raises:
         UserError: llguidance is not installed, or cannot read the tokenizer.
@@ -168,7 +168,7 @@ class GrammarCompiler:
         what is compiled.
 
         Raises:
-            UserError: the grammar cannot be compiled within its limits, or no reply can match it, or its
+            UserError: the grammar cannot be compiled within its limits, or no response can match it, or its
                 reasoning has tokens that the target does not know.
         """
         thought = grammar.thought
@@ -199,7 +199,7 @@ class GrammarCompiler:
             raise _not_compiled(name, _one_line(matcher.get_error()))
         matcher.compute_bitmask()  # the first mask takes longest, and shows whether there is a way at all
         if matcher.get_error().startswith("NoExtensionBias"):
-            raise UserError(f"No reply can match the {name} of the request.", "Correct it.")
+            raise UserError(f"No response can match the {name} of the request.", "Correct it.")
         if matcher.is_error():
             raise UserError(
                 f"The {name} of the request takes too long to follow ({_one_line(matcher.get_error())}).",

@@ -11,18 +11,18 @@ from eagle_kit.core.structured_outputs import Grammar
 
 
 class Match(Protocol):
-    """State of one reply in its grammar; see :class:`~eagle_kit.engine.grammar.compiler.GrammarMatch`."""
+    """State of one response in its grammar; see :class:`~eagle_kit.engine.grammar.compiler.GrammarMatch`."""
 
     @property
     def is_complete(self) -> bool:
-        """The grammar has ended, and the reply with it."""
+        """The grammar has ended, and the response with it."""
 
     @property
     def is_stuck(self) -> bool:
         """No token may follow."""
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take emitted tokens -> how many belong to the reply."""
+        """Take emitted tokens -> how many belong to the response."""
 
     def fill(self, parents: np.ndarray, tokens: torch.Tensor, bitmask: torch.Tensor) -> None:
         """Write the tokens allowed after each node of a window."""

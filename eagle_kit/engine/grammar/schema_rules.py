@@ -223,7 +223,7 @@ def _named(value: Any) -> dict[str, Any]:
 def _refusal(where: str, why: str) -> UserError:
     return UserError(
         f"The json schema's {cut(where.lstrip('/')) or 'root'} {why}.",
-        "Leave it out, and check the reply instead.",
+        "Leave it out, and check the response instead.",
     )
 
 

@@ -1,8 +1,8 @@
-"""Grammars of replies that begin with reasoning: the grammar holds from the token behind it.
+"""Grammars of responses that begin with reasoning: the grammar holds from the token behind it.
 
 Whether a node of a window is in the reasoning or behind it follows from the tokens of its path alone. So
 below a draft that ends the reasoning the same window has the grammar's masks. Reasoning is free, but for
-tokens that would end the reply before its grammar has begun.
+tokens that would end the response before its grammar has begun.
 
 Legend: N window nodes, W words of 32 tokens.
 """
@@ -17,7 +17,7 @@ from eagle_kit.engine.grammar.protocols import Match
 
 # States of a path, besides the number of tokens of ``Thought.end`` that it has last.
 FIRST = -1
-"""Before the first token of a reply that may have reasoning."""
+"""Before the first token of a response that may have reasoning."""
 ENDED = -2
 """After the reasoning: in the grammar."""
 UNUSED = -3
@@ -25,12 +25,12 @@ UNUSED = -3
 
 
 class MatchBehindThought:
-    """:class:`~eagle_kit.engine.grammar.protocols.Match` of a reply whose grammar begins behind its
+    """:class:`~eagle_kit.engine.grammar.protocols.Match` of a response whose grammar begins behind its
     reasoning.
 
     Args:
         match: of the grammar, which has read nothing; nobody else may use it.
-        stop_token_ids: tokens that end a reply.
+        stop_token_ids: tokens that end a response.
     """
 
     def __init__(self, match: Match, thought: Thought, stop_token_ids: frozenset[int]) -> None:
@@ -41,7 +41,7 @@ class MatchBehindThought:
 
     @property
     def is_complete(self) -> bool:
-        """The grammar has ended, and the reply with it."""
+        """The grammar has ended, and the response with it."""
         return self._match.is_complete
 
     @property
@@ -50,7 +50,7 @@ class MatchBehindThought:
         return self._match.is_stuck
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take emitted tokens -> how many belong to the reply."""
+        """Take emitted tokens -> how many belong to the response."""
         for count, token in enumerate(tokens):
             before = self._state
             if before != ENDED:

@@ -57,7 +57,7 @@ def kinds(which: Literal["all", "usual"], *, can_have_grammars: bool) -> Iterato
 def kind_of(requests: Sequence[Request]) -> BatchKind:
     """Return the kind of a batch."""
     level = level_of([request.params for request in requests])
-    has_grammar = any(request.reply.match is not None for request in requests)
+    has_grammar = any(request.response.match is not None for request in requests)
     has_logprobs = has_grammar or any(request.params.logprobs is not None for request in requests)
     if has_logprobs and level != Level.GREEDY:
         level = Level.ADJUSTED

@@ -92,7 +92,7 @@ def agree_bits(
 
 
 class AgreedMatch:
-    """State of one reply in its grammar, the same on all ranks.
+    """State of one response in its grammar, the same on all ranks.
 
     Rank 0 alone has the grammar's state, since a match may become stuck by a time limit. The other ranks
     receive the result of each :meth:`advance`.
@@ -113,7 +113,7 @@ class AgreedMatch:
         self.is_stuck = False
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take emitted tokens; returns how many of them belong to the reply."""
+        """Take emitted tokens; returns how many of them belong to the response."""
         result = None
         match = self._match
         if match is not None:

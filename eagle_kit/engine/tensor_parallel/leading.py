@@ -184,7 +184,7 @@ class RequestData:
             group=request.group,
             client=request.client,
             bad_word_ids=request.bad_word_ids,
-            seed=request.reply.seed,
+            seed=request.response.seed,
         )
 
     def request(self) -> Request:
@@ -275,7 +275,7 @@ class Follower:
         """Put a request into the queue, with the seed that rank 0 has given it."""
         request = data.request()
         self.engine.add_request(request)
-        request.reply.seed = data.seed
+        request.response.seed = data.seed
         self.requests[data.number] = request
 
     def end(self, number: int, reason: FinishReason) -> None:

@@ -30,12 +30,12 @@ MORE = 1.15
 """The same of any other rotation. A larger base helps any head beyond the length of its training,
 at best as much as cutting does; the right one brings the far context back as well."""
 LEAST_COVERAGE = 0.8
-"""Share of the replies' tokens that a draft vocabulary should hold."""
-RETRAIN = "Train it longer: `eagle-kit train` with `head.start_from`, on replies that this target wrote."
+"""Share of the responses' tokens that a draft vocabulary should hold."""
+RETRAIN = "Train it longer: `eagle-kit train` with `head.start_from`, on responses that this target wrote."
 OTHER_TARGET = "another target"
 OWN_TARGET = (
     "Use the very weights that the draft was trained for, of the same commit and not quantised, or train it "
-    "on this target's replies."
+    "on this target's responses."
 )
 
 
@@ -192,10 +192,10 @@ def _by_figures(measured: Measured) -> Iterator[Cause]:
     if fit.coverage.mean + fit.coverage.margin < LEAST_COVERAGE:
         within = fit.accepted_if_covered.mean
         evidence = (
-            f"The draft vocabulary holds {fit.coverage.mean:.0%} of the replies' tokens; of those it holds "
+            f"The draft vocabulary holds {fit.coverage.mean:.0%} of the responses' tokens; of those it holds "
             f"{within:.2f} first drafts are accepted, of all {fit.share:.2f}."
         )
-        remedy = "Train with a larger head.draft_vocab_size, or choose it from this target's own replies."
+        remedy = "Train with a larger head.draft_vocab_size, or choose it from this target's own responses."
         yield Cause("vocabulary coverage", evidence, remedy, cost=(1 - fit.coverage.mean) * within)
 
     # Prompts in another format explain what the figures below would show.

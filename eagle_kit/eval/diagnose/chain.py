@@ -1,7 +1,7 @@
 """A head's greedy chain at every root of a row, in a few batched forwards and without decoding.
 
-A cycle of decoding accepts a drafted token if it and all before it are those of the greedy reply.
-So a chain may read the tokens of the reply in place of its own drafts: where they differ, nothing
+A cycle of decoding accepts a drafted token if it and all before it are those of the greedy response.
+So a chain may read the tokens of the response in place of its own drafts: where they differ, nothing
 after that is accepted anyway.
 
 Legend: T packed tokens, R roots, S steps, H hidden, Vd draft vocabulary.
@@ -82,8 +82,8 @@ class ChainResult(NamedTuple):
     """What a head drafts after every root.
 
     Attributes:
-        num_accepted: int64 ``[R]``, leading drafts that are the tokens of the reply, 0..S.
-        max_accepted: int64 ``[R]``, S, or less where the reply ends before.
+        num_accepted: int64 ``[R]``, leading drafts that are the tokens of the response, 0..S.
+        max_accepted: int64 ``[R]``, S, or less where the response ends before.
         first: the first drafts.
     """
 
@@ -112,7 +112,7 @@ def draft_chains(
     """Draft ``steps`` tokens after every root, or as many as the head can.
 
     The first draft is compared with the target's most likely token, later drafts with the tokens of
-    the reply. The two agree where the reply is the target's greedy one.
+    the response. The two agree where the response is the target's greedy one.
     """
     row = source.row
     steps = min(steps, head.most_steps or steps)
@@ -136,7 +136,7 @@ def draft_chains(
             drafts = token_map[drafts]
         is_right.append(drafts == _tokens_behind(row, row.roots, step + inputs.label_shift))
 
-    # A chain is accepted up to its first wrong draft, and not beyond the end of its reply.
+    # A chain is accepted up to its first wrong draft, and not beyond the end of its response.
     max_accepted = (row.ends - 1 - row.roots).clamp(max=steps)
     depths = torch.arange(steps, device=labels.device)
     is_accepted = torch.stack(is_right, 1) & (depths < max_accepted[:, None])

@@ -14,7 +14,7 @@ from eagle_kit.eval.diagnose.server import ServerResult
 from eagle_kit.eval.diagnose.trials import SURE
 
 EARLY = 0.25
-"""Share of a reply that two engines with the same weights at least begin with alike."""
+"""Share of a response that two engines with the same weights at least begin with alike."""
 LEAST_SHARE = 0.05
 """Share of accepted drafts that two engines may differ by without a cause, and share of the
 server's tokens that may be of other clients."""
@@ -49,13 +49,13 @@ def compare_server(
 
     Args:
         ours: our engine in the server's shape; None where that is not known.
-        plain: our replies, decoded plainly.
+        plain: our responses, decoded plainly.
         likeness: finds the fault under which our own engine accepts what the server does; empty for none.
     """
     # Prompts and texts.
     pairs = []
-    for reply, output in zip(seen.replies, plain, strict=True):
-        pair = _TextPair(_letters(reply.text), _letters(output.text))
+    for response, output in zip(seen.responses, plain, strict=True):
+        pair = _TextPair(_letters(response.text), _letters(output.text))
         if pair.there and pair.here:
             pairs.append(pair)
     difference = _other_prompts(seen, plain) or _other_texts(seen, pairs)
@@ -79,10 +79,10 @@ def compare_server(
     if difference is not None and cause is None:
         sentences.append(f"But {difference.evidence}")
     if not pairs:
-        sentences.append("Texts could not be compared: its replies are empty.")
+        sentences.append("Texts could not be compared: its responses are empty.")
     if seen.other_traffic:
         sentences.append(
-            f"It counted {seen.num_counted_tokens} tokens, and these replies have {seen.num_tokens}: its "
+            f"It counted {seen.num_counted_tokens} tokens, and these responses have {seen.num_tokens}: its "
             "figures are not of these prompts alone."
         )
     return Comparison(seen, ours, cause, " ".join(sentences))
@@ -139,8 +139,8 @@ def _other_prompts(seen: ServerResult, plain: Sequence[RequestOutput]) -> Cause 
     """Prompts of other lengths: another template, or tokens before the first."""
     num_different = 0
     example = ""
-    for reply, output in zip(seen.replies, plain, strict=True):
-        there = reply.num_prompt_tokens
+    for response, output in zip(seen.responses, plain, strict=True):
+        there = response.num_prompt_tokens
         here = len(output.prompt_ids)
         if there and there != here:
             num_different += 1
@@ -159,7 +159,7 @@ def _other_prompts(seen: ServerResult, plain: Sequence[RequestOutput]) -> Cause 
 
 
 class _TextPair(NamedTuple):
-    """The letters of a reply of the server, and of ours."""
+    """The letters of a response of the server, and of ours."""
 
     there: str
     here: str
@@ -175,13 +175,13 @@ class _TextPair(NamedTuple):
 
 
 def _other_texts(seen: ServerResult, pairs: Sequence[_TextPair]) -> Cause | None:
-    """Greedy replies that part early: the server's target is not the one here."""
+    """Greedy responses that part early: the server's target is not the one here."""
     num_parted = sum(pair.common_share < EARLY for pair in pairs)
     if num_parted * 2 <= len(pairs):
         return None
     return Cause(
         "another target",
-        f"{num_parted} of {len(pairs)} greedy replies of {seen.engine} part from ours in their first "
+        f"{num_parted} of {len(pairs)} greedy responses of {seen.engine} part from ours in their first "
         "quarter.",
         "Compare the server's target with the one here: its name, revision, quantisation and dtype.",
     )
@@ -197,7 +197,7 @@ def _other_engine(seen: ServerResult, ours: Replay, has_texts: bool, likeness: s
     here = ours.stats.accept_length
     evidence = f"{seen.accept_length:.2f} tokens per verify there and {here:.2f} in our engine"
     alike = []
-    if any(reply.num_prompt_tokens for reply in seen.replies):
+    if any(response.num_prompt_tokens for response in seen.responses):
         alike.append("prompts")
     if has_texts:
         alike.append("texts")

@@ -18,7 +18,7 @@ import torch
 from eagle_kit.eval.diagnose.chain import ChainResult, InputVariant, Source, draft_chains
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.hypotheses import Hypothesis
-from eagle_kit.eval.diagnose.row import PromptReply, compute_states, pack
+from eagle_kit.eval.diagnose.row import PromptResponse, compute_states, pack
 from eagle_kit.eval.diagnose.trials import Trial, compare, run_hypothesis
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
@@ -71,7 +71,7 @@ class ContextResult:
 def measure_context(
     head: DraftHead,
     target: Target,
-    texts: Sequence[PromptReply],
+    texts: Sequence[PromptResponse],
     length: int,
     ropes: Sequence[Hypothesis],
 ) -> ContextResult | None:
@@ -90,7 +90,7 @@ def measure_context(
     # Join the texts to long ones.
     device = target.embed_tokens.weight.device
     num_texts = len(texts)
-    num_tokens = sum(len(text.prompt) + len(text.reply) for text in texts)
+    num_tokens = sum(len(text.prompt) + len(text.response) for text in texts)
     num_copies = max(1, -(-length // max(num_tokens, 1)))
     texts = [*texts] * num_copies
     row = pack(texts, length)

@@ -30,12 +30,12 @@ then emits fewer than about 1.25 tokens per verify."""
 
 @dataclass(frozen=True)
 class Fit:
-    """Figures of a head on its target's replies.
+    """Figures of a head on its target's responses.
 
     Attributes:
         reach: share of roots whose chain is accepted to each depth.
-        coverage: share of the replies' tokens that are in the draft vocabulary.
-        accepted_if_covered: share of first drafts accepted where the reply's token is in the draft
+        coverage: share of the responses' tokens that are in the draft vocabulary.
+        accepted_if_covered: share of first drafts accepted where the response's token is in the draft
             vocabulary.
         confidence: mean probability of the first drafts under the head.
         target_confidence: the same under the target, among the tokens of the draft vocabulary.
@@ -78,7 +78,7 @@ def measure_fit(
     text_index = source.row.text_index
     first = result.first
 
-    # Share of roots accepted to each depth, of those whose replies are long enough.
+    # Share of roots accepted to each depth, of those whose responses are long enough.
     reach = []
     for depth in range(1, int(result.max_accepted.max()) + 1):
         is_long = result.max_accepted >= depth

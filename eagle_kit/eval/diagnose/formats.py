@@ -1,6 +1,6 @@
-"""Chat formats: the same replies after prompts that are written as other templates write them.
+"""Chat formats: the same responses after prompts that are written as other templates write them.
 
-Nothing is decoded: the target computes its own most likely tokens over each reply after the other
+Nothing is decoded: the target computes its own most likely tokens over each response after the other
 prompt, and the head is compared with those. A head that was trained with another template follows
 the target better after that template than after the target's own.
 """
@@ -14,8 +14,8 @@ from eagle_kit.data.chat.messages import ChatPrompt, Tool
 from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.eval.diagnose.chain import Source, draft_chains
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
-from eagle_kit.eval.diagnose.replay import Messages, Replies
-from eagle_kit.eval.diagnose.row import PromptReply, compute_states, log_probs, pack
+from eagle_kit.eval.diagnose.replay import Messages, Responses
+from eagle_kit.eval.diagnose.row import PromptResponse, compute_states, log_probs, pack
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
 
@@ -35,15 +35,15 @@ TOOL = {
 
 class ChatFormat(NamedTuple):
     """A way to write a chat: text of a turn, with ``{role}`` and ``{content}``, and text before a
-    reply."""
+    response."""
 
     name: str
     turn: str
-    reply: str
+    response: str
 
     def render(self, messages: Messages) -> str:
-        """The chat as text, up to the reply."""
-        return "".join(self.turn.format(**message) for message in messages) + self.reply
+        """The chat as text, up to the response."""
+        return "".join(self.turn.format(**message) for message in messages) + self.response
 
 
 FORMATS = (
@@ -61,7 +61,7 @@ FORMATS = (
 
 
 class FormatResult(NamedTuple):
-    """A head on replies after prompts of a format.
+    """A head on responses after prompts of a format.
 
     Attributes:
         accepted: share of first drafts that are the target's most likely token.
@@ -77,20 +77,22 @@ class FormatResult(NamedTuple):
 
 
 def measure_formats(
-    head: DraftHead, target: Target, renderer: ChatRenderer, replies: Replies
+    head: DraftHead, target: Target, renderer: ChatRenderer, responses: Responses
 ) -> list[FormatResult]:
     """Measure a head after prompts of every format, the target's own first.
 
     Raises:
         UserError: the tokenizer has no chat template.
     """
-    messages = replies.messages[:MOST_CHATS]
-    texts = replies.texts[:MOST_CHATS]
+    messages = responses.messages[:MOST_CHATS]
+    texts = responses.texts[:MOST_CHATS]
     own = _measure(head, target, texts)
     no_gain = Estimate(0, 0)
     results = [FormatResult("the target's own", estimate(own.is_accepted, own.text_index), no_gain, no_gain)]
     for name, prompts in _prompts(renderer, messages).items():
-        rewritten = [PromptReply(prompt, text.reply) for prompt, text in zip(prompts, texts, strict=True)]
+        rewritten = [
+            PromptResponse(prompt, text.response) for prompt, text in zip(prompts, texts, strict=True)
+        ]
         found = _measure(head, target, rewritten)
         results.append(
             FormatResult(
@@ -146,7 +148,7 @@ class _Measurement(NamedTuple):
     text_index: torch.Tensor
 
 
-def _measure(head: DraftHead, target: Target, texts: Sequence[PromptReply]) -> _Measurement:
+def _measure(head: DraftHead, target: Target, texts: Sequence[PromptResponse]) -> _Measurement:
     row = pack(texts).to(target.embed_tokens.weight.device)
     states = compute_states(target, row, head.capture)
     result = draft_chains(head, Source(target, row, states))

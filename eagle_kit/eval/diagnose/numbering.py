@@ -1,4 +1,5 @@
-"""Which numbering of layer ids fits a head whose config does not state it, measured on its target's replies.
+"""Which numbering of layer ids fits a head whose config does not state it, measured on its target's
+responses.
 
 The input of layer i + 1 is the output of layer i, so the same ids name other states in the two conventions. A
 head that reads the wrong ones loads and accepts little.
@@ -19,7 +20,7 @@ from eagle_kit.drafts.files.draft import DraftFolder
 from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.diagnose.chain import InputVariant, Source, draft_chains
-from eagle_kit.eval.diagnose.row import PromptReply, compute_states, pack
+from eagle_kit.eval.diagnose.row import PromptResponse, compute_states, pack
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loader import read_target_config, weight_files
 from eagle_kit.models.loading.source import resolve_target
@@ -27,7 +28,7 @@ from eagle_kit.models.targets.target import Target
 from eagle_kit.server.api.startup import short_prompts
 
 NUM_TOKENS = 32
-"""Tokens of each reply that is drafted."""
+"""Tokens of each response that is drafted."""
 LEAST_ERRORS = 3.0
 """Standard errors by which one convention must be better than the other."""
 
@@ -81,11 +82,14 @@ def measure_numbering(draft: DraftFolder, target: str | Path) -> Numbering | Non
     if len(layers) < 2 or not _has_weights(folder):
         return None
 
-    # Replies of the target, and the head over them.
+    # Responses of the target, and the head over them.
     llm = LLM(folder)
     prompts = short_prompts(llm)
-    replies = llm.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
-    texts = [PromptReply(prompt, reply.token_ids) for prompt, reply in zip(prompts, replies, strict=True)]
+    responses = llm.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
+    texts = [
+        PromptResponse(prompt, response.token_ids)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
     head = _head(kind, files, llm.target)
     return compare_numberings(head, llm.target, texts, layers)
 
@@ -102,12 +106,12 @@ def layers_by_convention(ids: Sequence[int], num_layers: int) -> dict[str, tuple
 
 
 def compare_numberings(
-    head: DraftHead, target: Target, texts: Sequence[PromptReply], layers: Mapping[str, tuple[int, ...]]
+    head: DraftHead, target: Target, texts: Sequence[PromptResponse], layers: Mapping[str, tuple[int, ...]]
 ) -> Numbering:
     """Draft once at every root of ``texts`` with the states of each convention.
 
     Args:
-        texts: prompts and greedy replies.
+        texts: prompts and greedy responses.
         layers: inputs of layers by convention, of two.
     """
     row = pack(texts).to(target.embed_tokens.weight.device)

@@ -1,4 +1,4 @@
-"""Prompts through our engine: greedy replies to measure on, plainly and with a chain of the draft."""
+"""Prompts through our engine: greedy responses to measure on, plainly and with a chain of the draft."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.data.tasks.sets import load_task
 from eagle_kit.engine.llm import LLM
-from eagle_kit.eval.diagnose.row import PromptReply
+from eagle_kit.eval.diagnose.row import PromptResponse
 from eagle_kit.report.stages import Stages
 
 FEWEST_PROMPTS = 8
 FEWEST_TOKENS = 200
-"""Tokens of replies below which chance explains any difference."""
+"""Tokens of responses below which chance explains any difference."""
 PLAIN = "plain decoding"
 DRAFTED = "chain"
 """Names of stages. The shape follows the second."""
@@ -26,25 +26,25 @@ Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Replies:
-    """Prompts and the target's own greedy replies.
+class Responses:
+    """Prompts and the target's own greedy responses.
 
     Attributes:
         messages: of every prompt.
-        outputs: replies of plain decoding.
+        outputs: responses of plain decoding.
     """
 
     messages: Sequence[Messages]
     outputs: Sequence[RequestOutput]
 
     @property
-    def texts(self) -> list[PromptReply]:
-        """Prompts and replies as tokens."""
-        return [PromptReply(output.prompt_ids, output.token_ids) for output in self.outputs]
+    def texts(self) -> list[PromptResponse]:
+        """Prompts and responses as tokens."""
+        return [PromptResponse(output.prompt_ids, output.token_ids) for output in self.outputs]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all replies."""
+        """Tokens of all responses."""
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
@@ -61,7 +61,7 @@ class Replay:
         shape: the shape of every cycle.
         stats: what the engine counted.
         predicted: the same, computed from the head's chains without decoding; None for a tree.
-        num_different: replies that are not those of plain decoding.
+        num_different: responses that are not those of plain decoding.
     """
 
     shape: SpecShape
@@ -71,21 +71,22 @@ class Replay:
 
 
 def check_sizes(config: DiagnoseConfig) -> None:
-    """Raise UserError where replies of full length would have too few tokens to measure on."""
+    """Raise UserError where responses of full length would have too few tokens to measure on."""
     num_tokens = config.limit * config.max_tokens
     if num_tokens - config.limit < FEWEST_TOKENS:
         raise UserError(
-            f"{config.limit} replies of at most {config.max_tokens} tokens have at most {num_tokens} tokens, "
+            f"{config.limit} responses of at most {config.max_tokens} tokens have at most {num_tokens} tokens, "
             "too few to tell a cause from chance.",
             f"Raise --limit or --max-tokens to more than {FEWEST_TOKENS + config.limit} tokens in all.",
         )
 
 
-def decode_replies(llm: LLM, config: DiagnoseConfig, stages: Stages) -> Replies:
+def decode_responses(llm: LLM, config: DiagnoseConfig, stages: Stages) -> Responses:
     """Decode the prompts of a task plainly.
 
     Raises:
-        UserError: an unknown task, prompts that leave no room, or too few or too short replies to measure on.
+        UserError: an unknown task, prompts that leave no room, or too few or too short responses to measure
+            on.
     """
     task = load_task(config.task).limited(config.limit, config.seed)
     if len(task.prompts) < FEWEST_PROMPTS:
@@ -100,25 +101,25 @@ def decode_replies(llm: LLM, config: DiagnoseConfig, stages: Stages) -> Replies:
             "Give another with --task.",
         )
     messages = [prompt.messages([]) for prompt in task.prompts]
-    replies = Replies(messages, _decode(llm, messages, config, NO_SPECULATION, stages))
-    if replies.is_finite and replies.num_tokens - len(messages) < FEWEST_TOKENS:
+    responses = Responses(messages, _decode(llm, messages, config, NO_SPECULATION, stages))
+    if responses.is_finite and responses.num_tokens - len(messages) < FEWEST_TOKENS:
         raise UserError(
-            f"The replies to the {len(messages)} prompts of {task.name} have {replies.num_tokens} tokens in "
+            f"The responses to the {len(messages)} prompts of {task.name} have {responses.num_tokens} tokens in "
             "all, too few to tell a cause from chance.",
             "Give more prompts with --task and --limit, or a larger --max-tokens.",
         )
-    return replies
+    return responses
 
 
 def decode_drafted(
-    llm: LLM, replies: Replies, config: DiagnoseConfig, shape: SpecShape, stages: Stages
+    llm: LLM, responses: Responses, config: DiagnoseConfig, shape: SpecShape, stages: Stages
 ) -> Replay:
     """Decode the same prompts with the draft in ``shape``."""
-    outputs = _decode(llm, replies.messages, config, shape, stages)
+    outputs = _decode(llm, responses.messages, config, shape, stages)
     stats = SpecStats()
     for output in outputs:
         stats.add(output.stats)
-    pairs = zip(outputs, replies.outputs, strict=True)
+    pairs = zip(outputs, responses.outputs, strict=True)
     num_different = sum(output.token_ids != plain.token_ids for output, plain in pairs)
     return Replay(shape, stats, None, num_different)
 
@@ -128,7 +129,7 @@ def _decode(
 ) -> list[RequestOutput]:
     prompts = [_prompt(llm, each) for each in messages]
     stage = PLAIN if shape == NO_SPECULATION else f"{DRAFTED} {shape}"
-    stages.start(stage, len(prompts), "reply")
+    stages.start(stage, len(prompts), "response")
     params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0)
     return llm.chat(prompts, params, shape=shape, on_finish=stages.step)
 

@@ -41,7 +41,7 @@ def as_text(diagnosis: Diagnosis, name: str) -> str:
 
 
 def _replayed(replay: Replay, measured: Measured, dtype: str) -> Iterator[str]:
-    """Lines of the replies decoded with the draft."""
+    """Lines of the responses decoded with the draft."""
     stats = replay.stats
     fit = measured.fit
     yield (
@@ -55,13 +55,13 @@ def _replayed(replay: Replay, measured: Measured, dtype: str) -> Iterator[str]:
     head = ["accepted at depth", *(str(depth + 1) for depth in range(num_depths))]
     rows = [
         ["by the engine, of its verifies", *(f"{share:.2f}" for share in by_engine)],
-        ["at every token of the replies", *(_share(each) for each in fit.reach)],
+        ["at every token of the responses", *(_share(each) for each in fit.reach)],
     ]
     yield from Table(head, rows).text().splitlines()
 
     # Vocabulary and confidence.
     yield (
-        f"vocabulary {fit.coverage.mean:.1%} of the replies' tokens can be proposed; "
+        f"vocabulary {fit.coverage.mean:.1%} of the responses' tokens can be proposed; "
         f"{fit.accepted_if_covered.mean:.2f} of first drafts are accepted there"
     )
     yield (

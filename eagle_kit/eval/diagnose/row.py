@@ -1,4 +1,4 @@
-"""Replies packed in one row, and what the target computes over them in one forward.
+"""Responses packed in one row, and what the target computes over them in one forward.
 
 Legend: T packed tokens, R roots, L layers of the target, H hidden, V vocabulary.
 """
@@ -16,25 +16,25 @@ LOGIT_ROWS = 128
 """Rows whose logits over the target's vocabulary exist at the same time."""
 
 
-class PromptReply(NamedTuple):
-    """Token ids of a prompt and of the greedy reply to it."""
+class PromptResponse(NamedTuple):
+    """Token ids of a prompt and of the greedy response to it."""
 
     prompt: Sequence[int]
-    reply: Sequence[int]
+    response: Sequence[int]
 
 
 class Row(NamedTuple):
-    """Prompts and replies, packed one after the other.
+    """Prompts and responses, packed one after the other.
 
-    A *root* is a token of a reply that is not its last one: a cycle of decoding may begin
+    A *root* is a token of a response that is not its last one: a cycle of decoding may begin
     there, and its drafts are compared with the tokens after the root.
 
     Attributes:
         ids: int64 ``[T]``, tokens.
         doc_start: int64 ``[T]``, row of the first token of each token's document.
         roots: int64 ``[R]``, rows of the roots, ascending.
-        ends: int64 ``[R]``, row after the last token of the root's reply.
-        text_index: int64 ``[R]``, index of the prompt and reply that the root belongs to.
+        ends: int64 ``[R]``, row after the last token of the root's response.
+        text_index: int64 ``[R]``, index of the prompt and response that the root belongs to.
     """
 
     ids: torch.Tensor
@@ -53,8 +53,8 @@ class Row(NamedTuple):
         return Row(*(part.to(device) for part in self))
 
 
-def pack(texts: Sequence[PromptReply], length: int = 0) -> Row:
-    """Pack prompts and replies into one row, on the CPU.
+def pack(texts: Sequence[PromptResponse], length: int = 0) -> Row:
+    """Pack prompts and responses into one row, on the CPU.
 
     Args:
         length: most tokens of a document. As many consecutive texts as fit are one document, in
@@ -67,15 +67,15 @@ def pack(texts: Sequence[PromptReply], length: int = 0) -> Row:
     ends: list[int] = []
     text_index: list[int] = []
     document = 0
-    for index, (prompt, reply) in enumerate(texts):
+    for index, (prompt, response) in enumerate(texts):
         start = len(ids)
-        end = start + len(prompt) + len(reply)
+        end = start + len(prompt) + len(response)
         if index == 0 or end - document > length:
             document = start
-        ids += [*prompt, *reply]
+        ids += [*prompt, *response]
         doc_start += [document] * (end - start)
 
-        # The first token of a row has no hidden state before it, so it is no root even in a reply.
+        # The first token of a row has no hidden state before it, so it is no root even in a response.
         text_roots = range(start + max(len(prompt), 1), end - 1)
         roots += text_roots
         ends += [end] * len(text_roots)

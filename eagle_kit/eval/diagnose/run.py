@@ -27,10 +27,10 @@ from eagle_kit.eval.diagnose.replay import (
     DRAFTED,
     PLAIN,
     Replay,
-    Replies,
+    Responses,
     check_sizes,
     decode_drafted,
-    decode_replies,
+    decode_responses,
 )
 from eagle_kit.eval.diagnose.row import compute_states, pack
 from eagle_kit.eval.diagnose.server import ServerClient, ServerResult
@@ -50,7 +50,7 @@ from eagle_kit.report.stages import Stages
 FAULTS = "undoing faults"
 SERVER = "the server"
 FAULTS_COST = 2.0
-"""Time of undoing faults, in times that of decoding the replies plainly."""
+"""Time of undoing faults, in times that of decoding the responses plainly."""
 ENGINE_MARGIN = 0.02
 """Share by which the engine's tokens per verify may differ from the head's own chain, for ties of two
 logits."""
@@ -65,7 +65,7 @@ class Diagnosis:
         findings: of the check of the files.
         dtype: of the weights in use; empty where none were loaded.
         measured: everything that speaks for or against a cause; None where the files alone decide.
-        replay: the replies of our engine with the draft; None where the files alone decide.
+        replay: the responses of our engine with the draft; None where the files alone decide.
         server: a running server on the same prompts.
         failure: what ended the comparison with the server; everything else was measured.
     """
@@ -100,7 +100,7 @@ def diagnose(
         is_quiet: draw no progress bars.
 
     Raises:
-        UserError: a model that cannot be found, a draft that is no head, too short replies, a server that
+        UserError: a model that cannot be found, a draft that is no head, too short responses, a server that
             does not answer, or one beside a target without a chat template.
     """
     # The files. An error in them ends the diagnosis.
@@ -147,16 +147,16 @@ def diagnose_models(
         costs[SERVER] = config.limit
     stages = Stages(costs, sample=config.engine.max_batch_size, shows_bar=not is_quiet)
     try:
-        # Replies of the target, and the draft's over them.
-        replies = decode_replies(models.llm, config, stages)
-        if not replies.is_finite:
+        # Responses of the target, and the draft's over them.
+        responses = decode_responses(models.llm, config, stages)
+        if not responses.is_finite:
             return Diagnosis((_nan_in_target(dtype),), tuple(findings), dtype)
-        basis = make_basis(models, replies)
-        replay = decode_drafted(models.llm, replies, config, shape, stages)
+        basis = make_basis(models, responses)
+        replay = decode_drafted(models.llm, responses, config, shape, stages)
         replay = replace(replay, predicted=simulate_decoding(basis.served, basis.source.row))
 
         # Try the hypotheses.
-        measured = measure(models, replies, basis, findings, config, stages)
+        measured = measure(models, responses, basis, findings, config, stages)
         causes = [*_engine_fault(models, replay), *name_causes(measured)]
 
         # Compare with a server; a failure of it does not lose what was found here.
@@ -164,9 +164,9 @@ def diagnose_models(
         failure: UserError | KeyboardInterrupt | None = None
         try:
             if server is not None:
-                stages.start(SERVER, len(replies.messages), "reply")
-                seen = server.replay(replies.messages, config.max_tokens, stages.step)
-                compared = _compare_with_server(models, replies, config, seen, basis, replay, stages)
+                stages.start(SERVER, len(responses.messages), "response")
+                seen = server.replay(responses.messages, config.max_tokens, stages.step)
+                compared = _compare_with_server(models, responses, config, seen, basis, replay, stages)
         except (UserError, KeyboardInterrupt) as error:
             failure = error
         if compared is not None and compared.cause is not None:
@@ -193,7 +193,7 @@ class Basis(NamedTuple):
 
     Attributes:
         hypotheses: all that can be tried.
-        source: the replies with the target's states.
+        source: the responses with the target's states.
         served: the head's chains over them, as it is served.
     """
 
@@ -202,11 +202,11 @@ class Basis(NamedTuple):
     served: ChainResult
 
 
-def make_basis(models: Models, replies: Replies) -> Basis:
-    """Run the target over the replies once, with every layer captured that a hypothesis needs."""
+def make_basis(models: Models, responses: Responses) -> Basis:
+    """Run the target over the responses once, with every layer captured that a hypothesis needs."""
     masks = mask_tokens(models.llm.tokenizer, models.target.config.vocab_size)
     tried = hypotheses(models.head, models.target.config, models.embedding, masks)
-    row = pack(replies.texts).to(models.target.embed_tokens.weight.device)
+    row = pack(responses.texts).to(models.target.embed_tokens.weight.device)
     layers = layers_needed(tried, models.head, models.target.config)
     source = Source(models.target, row, compute_states(models.target, row, sorted(layers)))
     return Basis(tried, source, draft_chains(models.head, source, STEPS))
@@ -220,7 +220,7 @@ def _chain(models: Models, steps: int = STEPS) -> SpecShape:
 
 def measure(
     models: Models,
-    replies: Replies,
+    responses: Responses,
     basis: Basis,
     findings: Sequence[Finding],
     config: DiagnoseConfig,
@@ -239,16 +239,16 @@ def measure(
     skipped = ""
     if length:
         ropes = [each for each in basis.hypotheses if each.subject == ROPE]
-        context = measure_context(models.head, models.target, replies.texts, length, ropes)
+        context = measure_context(models.head, models.target, responses.texts, length, ropes)
     if length and context is None:
         skipped = (
             f"Acceptance by position was left out: texts of {length} tokens have fewer than {FEWEST} tokens "
-            f"of replies behind {max(FAR, length // 2)}; give a larger --context."
+            f"of responses behind {max(FAR, length // 2)}; give a larger --context."
         )
     stages.step()
 
     # Other chat formats.
-    formats = _formats(models, replies, findings)
+    formats = _formats(models, responses, findings)
     stages.step()
     return Measured(
         measure_fit(models.head, basis.source, basis.served),
@@ -270,7 +270,7 @@ def _is_other_template(models: Models) -> bool:
 
 
 def _in_float32(models: Models, basis: Basis) -> list[Trial]:
-    """The same replies with target and head in fp32."""
+    """The same responses with target and head in fp32."""
     exact_models = models.in_float32()
     if exact_models is None:
         return []
@@ -284,23 +284,25 @@ def _in_float32(models: Models, basis: Basis) -> list[Trial]:
     return [replace(trial, fit=measure_fit(head, source, exact))]
 
 
-def _formats(models: Models, replies: Replies, findings: Sequence[Finding]) -> list[FormatResult]:
+def _formats(models: Models, responses: Responses, findings: Sequence[Finding]) -> list[FormatResult]:
     """Other chat formats, unless the target's template is known to be that of training."""
     is_known = any(each.subject == "chat template" and each.level == "ok" for each in findings)
     if is_known or not has_chat_template(models.llm.tokenizer):
         return []
-    return measure_formats(models.head, models.target, models.llm.renderer, replies)
+    return measure_formats(models.head, models.target, models.llm.renderer, responses)
 
 
 def _engine_fault(models: Models, replay: Replay) -> list[Cause]:
-    """Replies that plain decoding would not have given, or drafts that are not the head's, where both must be
-    the same to the bit: in fp32 on a CPU."""
+    """Responses that plain decoding would not have given, or drafts that are not the head's, where both must
+    be the same to the bit: in fp32 on a CPU."""
     is_exact = models.dtype == torch.float32 and models.target.embed_tokens.weight.device.type == "cpu"
     if not is_exact or not replay.stats.num_verifies or replay.predicted is None:
         return []
     remedy = "Report it with this command: it is a fault of eagle-kit, not of the draft."
     if replay.num_different:
-        evidence = f"{replay.num_different} greedy replies with speculation are not those of plain decoding."
+        evidence = (
+            f"{replay.num_different} greedy responses with speculation are not those of plain decoding."
+        )
         return [Cause("our engine", evidence, remedy, cost=1.0)]
     engine = replay.stats.accept_length
     head = replay.predicted.accept_length
@@ -312,7 +314,7 @@ def _engine_fault(models: Models, replay: Replay) -> list[Cause]:
 
 def _compare_with_server(
     models: Models,
-    replies: Replies,
+    responses: Responses,
     config: DiagnoseConfig,
     seen: ServerResult,
     basis: Basis,
@@ -328,16 +330,16 @@ def _compare_with_server(
     elif shape is not None and shape.topk == 1:
         shape = _chain(models, shape.steps)
     if shape is None:
-        return compare_server(seen, None, replies.outputs)
+        return compare_server(seen, None, responses.outputs)
 
     # Our engine in this shape.
     ours = replay
     if shape != replay.shape:
-        ours = decode_drafted(models.llm, replies, config, shape, stages)
+        ours = decode_drafted(models.llm, responses, config, shape, stages)
     if shape.topk > 1:  # hypotheses are tried with chains only
-        return compare_server(seen, ours, replies.outputs)
+        return compare_server(seen, ours, responses.outputs)
     likeness = partial(likely_misreading, models, basis, seen, shape)
-    return compare_server(seen, ours, replies.outputs, likeness)
+    return compare_server(seen, ours, responses.outputs, likeness)
 
 
 def likely_misreading(models: Models, basis: Basis, seen: ServerResult, shape: SpecShape) -> str:

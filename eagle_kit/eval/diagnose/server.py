@@ -13,21 +13,21 @@ from eagle_kit.core.files import parse_json
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval.counters import DRAFTED, DRAFTS, Snapshot, difference, root_of, take_snapshot
 
-REPLY_TIMEOUT_S = 600
-"""Seconds that a server may take for a reply."""
+RESPONSE_TIMEOUT_S = 600
+"""Seconds that a server may take for a response."""
 TIMEOUT_S = 10
 """Seconds that a server may take for anything else."""
 SGLANG_SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 """Options of SGLang that are the numbers of a shape."""
 
 
-class ServerReply(NamedTuple):
-    """A reply.
+class ServerResponse(NamedTuple):
+    """A response.
 
     Attributes:
         text: with the reasoning in front.
         num_prompt_tokens: 0 where the server does not count them.
-        num_tokens: of the reply; 0 where the server does not count them.
+        num_tokens: of the response; 0 where the server does not count them.
     """
 
     text: str
@@ -36,21 +36,21 @@ class ServerReply(NamedTuple):
 
 
 class ServerResult(NamedTuple):
-    """Replies of a server, and what it counted meanwhile.
+    """Responses of a server, and what it counted meanwhile.
 
     Attributes:
         engine: its name, by its metrics.
-        replies: one to each prompt.
+        responses: one to each prompt.
         accept_length: tokens per verify; None where it counts no verifies.
         is_gauge: the length is that of the last interval of the server's log, not of these prompts.
         reach: share of verifies that accepted each depth; empty where it does not count them.
         num_verifies: 0 where it does not count them.
         shape: speculation shape; None where it is not known.
-        num_counted_tokens: tokens of replies that it counted meanwhile; 0 where it does not count them.
+        num_counted_tokens: tokens of responses that it counted meanwhile; 0 where it does not count them.
     """
 
     engine: str
-    replies: list[ServerReply]
+    responses: list[ServerResponse]
     accept_length: float | None
     is_gauge: bool
     reach: tuple[float, ...]
@@ -60,13 +60,13 @@ class ServerResult(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of these replies; 0 where the server does not count them."""
-        counts = [reply.num_tokens for reply in self.replies]
+        """Tokens of these responses; 0 where the server does not count them."""
+        counts = [response.num_tokens for response in self.responses]
         return sum(counts) if all(counts) else 0
 
     @property
     def other_traffic(self) -> float:
-        """Difference of the counted tokens and those of these replies, as a share of the larger
+        """Difference of the counted tokens and those of these responses, as a share of the larger
         number."""
         own = self.num_tokens
         counted = self.num_counted_tokens
@@ -99,9 +99,9 @@ class ServerClient:
         self,
         chats: Sequence[list[dict[str, str]]],
         max_tokens: int,
-        on_reply: Callable[[], None] = lambda: None,
+        on_response: Callable[[], None] = lambda: None,
     ) -> ServerResult:
-        """Request greedy replies to ``chats``, one after the other.
+        """Request greedy responses to ``chats``, one after the other.
 
         Raises:
             UserError: the server does not answer, an answer is no chat completion, or there are no
@@ -115,10 +115,10 @@ class ServerClient:
             "repetition_penalty": 1.0,
         }
         before = take_snapshot(self.url)
-        replies = []
+        responses = []
         for messages in chats:
-            replies.append(self._chat({**options, "messages": messages}))
-            on_reply()
+            responses.append(self._chat({**options, "messages": messages}))
+            on_response()
         after = take_snapshot(self.url)
 
         # Figures of the counters. A gauge takes the place of an accept length that is not counted.
@@ -127,7 +127,7 @@ class ServerClient:
         num_depths = sum(name.startswith("accepted at depth ") for name in figures)
         return ServerResult(
             engine=after.engine or "the server",
-            replies=replies,
+            responses=responses,
             accept_length=figures.get("accept length", gauge),
             is_gauge="accept length" not in figures and gauge is not None,
             reach=tuple(figures[f"accepted at depth {depth + 1}"] for depth in range(num_depths)),
@@ -143,13 +143,13 @@ class ServerClient:
             raise self._not_openai("/v1/models", models)
         return str(models[0].get("id"))
 
-    def _chat(self, body: dict[str, Any]) -> ServerReply:
+    def _chat(self, body: dict[str, Any]) -> ServerResponse:
         answer = self._request("/v1/chat/completions", body)
         try:
             message = answer["choices"][0]["message"]
             usage = answer.get("usage") or {}
             reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-            return ServerReply(
+            return ServerResponse(
                 text=f"{reasoning}{message.get('content') or ''}",
                 num_prompt_tokens=int(usage.get("prompt_tokens") or 0),
                 num_tokens=int(usage.get("completion_tokens") or 0),
@@ -186,7 +186,7 @@ class ServerClient:
     def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Get ``path``, or post ``body`` to it. Raises UserError."""
         data = None if body is None else json.dumps(body).encode()
-        timeout = TIMEOUT_S if body is None else REPLY_TIMEOUT_S
+        timeout = TIMEOUT_S if body is None else RESPONSE_TIMEOUT_S
         request = Request(self.url + path, data, self._headers)
         try:
             with self._opener.open(request, timeout=timeout) as response:

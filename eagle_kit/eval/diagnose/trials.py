@@ -1,7 +1,7 @@
-"""Trials of hypotheses: chosen on one half of the replies and measured on the other, both ways.
+"""Trials of hypotheses: chosen on one half of the responses and measured on the other, both ways.
 
 The best of dozens of hypotheses on one half is a little better there by chance; the other half had
-no part in the choice. A hypothesis that both halves choose is measured on all replies. Differences
+no part in the choice. A hypothesis that both halves choose is measured on all responses. Differences
 are taken root by root, and their errors are those of texts.
 
 Legend: R roots, Vd draft vocabulary.
@@ -38,7 +38,7 @@ neighbouring layers, for one."""
 LEARNED_CONFIDENCE = 0.15
 """Mean probability that a head gives its first drafts once it has learned anything."""
 LEARNED_SHARE = 0.15
-"""Share of first drafts that a map made from replies must restore: frequent tokens alone make a
+"""Share of first drafts that a map made from responses must restore: frequent tokens alone make a
 twentieth."""
 
 
@@ -51,7 +51,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """A hypothesis on replies that did not choose it.
+    """A hypothesis on responses that did not choose it.
 
     Attributes:
         served: share of first drafts accepted, of the head as it is served.
@@ -60,7 +60,7 @@ class Trial:
         log_prob_gain: log-probability that the head adds to the target's token, per root, in nats.
         num_accepted: drafts of a chain that are accepted, per root.
         confidence: mean probability of the first drafts under the head.
-        lengths: tokens per verify of a chain; None where the replies are not the greedy ones.
+        lengths: tokens per verify of a chain; None where the responses are not the greedy ones.
         fit: figures of the head with the fault undone; None for far positions, and where it is not
             confirmed.
     """
@@ -247,7 +247,7 @@ def _learned_map(head: DraftHead, source: Source, served: ChainResult) -> list[H
     return [
         Hypothesis(
             MAP,
-            "a d2t that is learned from these replies: draft ids mean other tokens throughout",
+            "a d2t that is learned from these responses: draft ids mean other tokens throughout",
             "Use the d2t of this very head: draft ids are the rows of its lm_head, and another map was "
             "stored.",
             InputVariant(token_map=learned),
@@ -257,12 +257,12 @@ def _learned_map(head: DraftHead, source: Source, served: ChainResult) -> list[H
 
 
 def simulate_decoding(result: ChainResult, row: Row) -> SpecStats:
-    """Statistics that decoding the replies with these chains would have, cycle by cycle."""
+    """Statistics that decoding the responses with these chains would have, cycle by cycle."""
     stats = SpecStats()
     num_accepted = result.num_accepted.tolist()
     root = 0
     while root < len(num_accepted):
-        # Roots of one reply follow each other; a cycle begins at the token that the last one emitted.
+        # Roots of one response follow each other; a cycle begins at the token that the last one emitted.
         end = root + int(row.ends[root] - row.roots[root]) - 1
         while root < end:
             num_emitted = min(num_accepted[root] + 1, end - root)

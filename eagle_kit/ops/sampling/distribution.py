@@ -30,7 +30,7 @@ class SamplingBatch(NamedTuple):
         repetition, frequency, presence: fp32 ``[B]``, penalties.
         bias: fp32 ``[B, V]``.
         prompt_mask: bool ``[B, V]``, tokens of the prompt.
-        counts: int32 ``[B, V]``, occurrences in the reply so far, the root included.
+        counts: int32 ``[B, V]``, occurrences in the response so far, the root included.
     """
 
     temperature: torch.Tensor
@@ -74,7 +74,7 @@ def make_sampling_batch(
     *,
     with_tables: bool = True,
 ) -> SamplingBatch:
-    """Sampling parameters of requests with ``params`` and empty replies, as tensors.
+    """Sampling parameters of requests with ``params`` and empty responses, as tensors.
 
     Args:
         prompts: token ids of each prompt.
@@ -161,7 +161,8 @@ def adjust_logits(
         ``[B, N, V]``, a new tensor when anything is changed.
     """
     if batch.counts is not None:
-        # Occurrences of every token in the reply and on a node's path, [B, N, V]; the reply has the root.
+        # Occurrences of every token in the response and on a node's path, [B, N, V]; the response has the
+        # root.
         b, n, v = logits.shape
         node = torch.arange(n, device=logits.device)
         on_path = ((ancestors[:, :, None] >> node) & 1) * (node > 0)

@@ -1,7 +1,7 @@
 """Uniform random numbers that depend only on a request's seed and a position.
 
-A uniform is a hash of (seed, position, stream). So a reply depends neither on its batch, nor on the number of
-tokens that a cycle accepted, nor on preemption and recomputation; and every device samples the same.
+A uniform is a hash of (seed, position, stream). So a response depends neither on its batch, nor on the number
+of tokens that a cycle accepted, nor on preemption and recomputation; and every device samples the same.
 
 The hash is MurmurHash3's 64-bit finaliser (public domain), once for the seed and once for the rest.
 """

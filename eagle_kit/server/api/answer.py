@@ -14,7 +14,7 @@ from eagle_kit.server.api.protocol import Sampling
 from eagle_kit.server.api.responses import Response, Speculation
 from eagle_kit.server.api.service import FINGERPRINT, FINISH_REASONS, Generation, Service
 from eagle_kit.server.api.sse import event, merge, unless_gone
-from eagle_kit.server.reply import Delta
+from eagle_kit.server.response import Delta
 
 BodyT = TypeVar("BodyT", bound=Sampling)
 CHUNK = 2**15
@@ -37,12 +37,12 @@ class Written(NamedTuple):
 
 
 class Answer(ABC, Generic[BodyT]):
-    """Response of one endpoint to a request, made of the replies of the engine.
+    """Response of one endpoint to a request, made of the responses of the engine.
 
     Args:
         service: the server's service.
         body: the validated request.
-        generation: the replies, which the engine has begun.
+        generation: the responses, which the engine has begun.
     """
 
     response: ClassVar[type[Response]]
@@ -64,7 +64,7 @@ class Answer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def choice(self, index: int, delta: Delta) -> Written:
-        """Make the choice of a finished reply."""
+        """Make the choice of a finished response."""
 
     @abstractmethod
     def opening(self) -> Iterable[BaseModel]:
@@ -72,10 +72,10 @@ class Answer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def additions(self, index: int, delta: Delta) -> list[Written]:
-        """Make the choices of the events for new tokens of a reply."""
+        """Make the choices of the events for new tokens of a response."""
 
     async def whole(self, http: Any) -> AsyncIterator[str]:
-        """Wait for all replies, and return the response as chunks of JSON. Raises ClientGone."""
+        """Wait for all responses, and return the response as chunks of JSON. Raises ClientGone."""
         deltas = await unless_gone(http, self.generation.collect())
         response = self.response(**self._head(0), choices=[], usage=self.generation.usage())
         left_out = None if self.body.return_speculation else {"speculation"}
@@ -99,9 +99,9 @@ class Answer(ABC, Generic[BodyT]):
 
         Raises:
             ClientGone: the client has left.
-            Exception: the error of a reply that ended without a token.
+            Exception: the error of a response that ended without a token.
         """
-        waiting = [asyncio.ensure_future(reply.begun()) for reply in self.generation.replies]
+        waiting = [asyncio.ensure_future(response.begun()) for response in self.generation.responses]
 
         async def first() -> None:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -130,7 +130,7 @@ class Answer(ABC, Generic[BodyT]):
         for choice in self.opening():
             yield chunk(choice)
             await asyncio.sleep(0)  # let other coroutines run: prompts may be long and choices many
-        async for index, delta in merge(self.generation.replies):
+        async for index, delta in merge(self.generation.responses):
             num_sent += len(delta.token_ids)
             for written in self.additions(index, delta):
                 async for part in _in_chunks(_with_logprobs(chunk(written.choice), written.logprobs)):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from eagle_kit.data.chat.reply.parts import Call, ReplyParts, ReplyReader
+from eagle_kit.data.chat.response.parts import Call, ResponseParts, ResponseReader
 from eagle_kit.server.api.answer import Answer, Written, finish_reason
 from eagle_kit.server.api.logprobs import chat_logprobs
 from eagle_kit.server.api.prompts import chat_prompt, chat_tools
@@ -24,7 +24,7 @@ from eagle_kit.server.api.responses import (
 )
 from eagle_kit.server.api.service import Generation, Service
 from eagle_kit.server.api.tool_choice import ChosenCallReader
-from eagle_kit.server.reply import Delta
+from eagle_kit.server.response import Delta
 
 ID_LENGTH = 9
 """Length of the id of a call, which Mistral's templates check."""
@@ -34,7 +34,8 @@ class ChatAnswer(Answer[ChatRequest]):
     """Response of a chat: messages of the assistant.
 
     Args:
-        readers: parser of each reply into reasoning, content and calls; None for a reply that is content.
+        readers: parser of each response into reasoning, content and calls; None for a response that is
+            content.
     """
 
     response = ChatResponse
@@ -46,11 +47,11 @@ class ChatAnswer(Answer[ChatRequest]):
         service: Service,
         body: ChatRequest,
         generation: Generation,
-        readers: Sequence[ReplyReader | None],
+        readers: Sequence[ResponseReader | None],
     ) -> None:
         super().__init__(service, body, generation)
         self._readers = readers
-        self._num_calls = [0] * len(generation.replies)
+        self._num_calls = [0] * len(generation.responses)
 
     @classmethod
     async def start(cls, service: Service, http: Any, body: ChatRequest) -> "ChatAnswer":
@@ -60,22 +61,22 @@ class ChatAnswer(Answer[ChatRequest]):
         tools = () if body.tool_choice == "none" else chat_tools(body)
         prompt = await service.off_loop(http, chat_prompt, service.llm, body, tools, service.max_chars)
 
-        # A free reply: its form is known from the prompt.
-        forms = service.reply_forms
+        # A free response: its form is known from the prompt.
+        forms = service.response_forms
         if not (body.has_grammar or body.must_call):
             shown = forms.shown_tokens(bool(tools))
             generation = await service.generate(http, body, [prompt], "chatcmpl", shown)
             make_reader = partial(forms.reader, prompt, tools)
-            readers = [await service.off_loop(http, make_reader) for _ in generation.replies]
+            readers = [await service.off_loop(http, make_reader) for _ in generation.responses]
             return cls(service, body, generation, readers)
 
-        # A reply under a grammar, which begins behind the reasoning.
+        # A response under a grammar, which begins behind the reasoning.
         constrained = await service.off_loop(http, forms.constrained, prompt)
         generation = await service.generate(
             http, body, [prompt], "chatcmpl", constrained.shown_tokens, constrained.thought
         )
         readers = []
-        for _ in generation.replies:
+        for _ in generation.responses:
             reader = None if constrained.make_reader is None else constrained.make_reader()
             readers.append(ChosenCallReader(body.chosen_function, reader) if body.must_call else reader)
         return cls(service, body, generation, readers)
@@ -97,7 +98,7 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def opening(self) -> Iterator[ChatChunkChoice]:
         """See :class:`Answer`: the role."""
-        for index in range(len(self.generation.replies)):
+        for index in range(len(self.generation.responses)):
             yield ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
 
     def additions(self, index: int, delta: Delta) -> list[Written]:
@@ -124,11 +125,11 @@ class ChatAnswer(Answer[ChatRequest]):
             choices.append(Written(last))
         return choices
 
-    def _read(self, index: int, delta: Delta) -> ReplyParts:
-        """Parse the text of a delta; at the end of the reply also what the parser held back."""
+    def _read(self, index: int, delta: Delta) -> ResponseParts:
+        """Parse the text of a delta; at the end of the response also what the parser held back."""
         reader = self._readers[index]
         if reader is None:
-            return ReplyParts(content=delta.text)
+            return ResponseParts(content=delta.text)
         parts = reader.feed(delta.text)
         if delta.finish_reason:
             parts.add(reader.finish(self._end(index)))
@@ -138,15 +139,18 @@ class ChatAnswer(Answer[ChatRequest]):
         return parts
 
     def _end(self, index: int) -> str:
-        """Return the text of the token that ended a reply; empty if no token did."""
-        request = self.generation.replies[index].request
-        is_ended = request.finish_reason == "stop" and request.reply.num_text_tokens < len(request.token_ids)
+        """Return the text of the token that ended a response; empty if no token did."""
+        request = self.generation.responses[index].request
+        is_ended = request.finish_reason == "stop" and request.response.num_text_tokens < len(
+            request.token_ids
+        )
         return self.service.llm.tokenizer.convert_ids_to_tokens(request.token_ids[-1]) if is_ended else ""
 
     def _finish_reason(self, index: int, delta: Delta) -> str | None:
         """Return OpenAI's name of the finish reason.
 
-        It is ``tool_calls`` for a reply with calls that was not cut off, unless the request named a function.
+        It is ``tool_calls`` for a response with calls that was not cut off, unless the request named a
+        function.
         """
         reason = finish_reason(delta)
         has_calls = self._num_calls[index] > 0 and self.body.chosen_function is None

@@ -10,7 +10,7 @@ from eagle_kit.server.api.prompts import text_prompt
 from eagle_kit.server.api.protocol import CompletionRequest
 from eagle_kit.server.api.responses import CompletionChoice, CompletionChunk, CompletionResponse
 from eagle_kit.server.api.service import Generation, Service
-from eagle_kit.server.reply import Delta
+from eagle_kit.server.response import Delta
 
 
 class CompletionAnswer(Answer[CompletionRequest]):
@@ -60,7 +60,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     def opening(self) -> Iterator[CompletionChoice]:
         """See :class:`Answer`: the prompts, when they are to be repeated."""
-        for index in range(len(self.generation.replies) if self.body.echo else 0):
+        for index in range(len(self.generation.responses) if self.body.echo else 0):
             yield CompletionChoice(index=index, text=self._echo(index))
 
     def additions(self, index: int, delta: Delta) -> list[Written]:
@@ -95,7 +95,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
 def _read_prompt(
     service: Service, body: CompletionRequest, prompt: str | list[int]
 ) -> tuple[list[int], TextContext]:
-    """Token ids of a prompt, and its end that the text of the replies continues."""
+    """Token ids of a prompt, and its end that the text of the responses continues."""
     is_text = isinstance(prompt, str)
     ids = text_prompt(service.llm, prompt, service.max_chars) if isinstance(prompt, str) else list(prompt)
     skip = not body.shows_special_tokens
@@ -105,7 +105,7 @@ def _read_prompt(
 def _echo_text(
     service: Service, body: CompletionRequest, prompt: str | list[int], context: TextContext
 ) -> str:
-    """Text of a prompt, without the beginning of a character that is part of the reply."""
+    """Text of a prompt, without the beginning of a character that is part of the response."""
     if isinstance(prompt, str):
         return prompt
     finished = prompt[: len(prompt) - len(context.unfinished)]

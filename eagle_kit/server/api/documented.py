@@ -22,7 +22,7 @@ MEANINGS = {
     413: "The body is too large (`body_too_large`).",
     415: "The header Content-Type is not application/json.",
     429: (
-        "The client has too many replies in progress (`too_many_parallel_requests`), or sent too many "
+        "The client has too many responses in progress (`too_many_parallel_requests`), or sent too many "
         "requests in a minute (`rate_limit_exceeded`). Retry-After is the number of seconds to wait."
     ),
     500: (

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from eagle_kit.core.errors import UserError, cut
-from eagle_kit.server.reply import EngineFailed, NotFinite, OutOfMemory, Overloaded
+from eagle_kit.server.response import EngineFailed, NotFinite, OutOfMemory, Overloaded
 
 INVALID = "invalid_request_error"
 RETRY_AFTER_S = 1
@@ -43,7 +43,7 @@ REMEDIES = {
     "guided_grammar": GRAMMARS,
     "include_reasoning": "Leave it out: reasoning is in reasoning_content.",
     "max_new_tokens": "Send max_tokens.",
-    "min_tokens": "Send ignore_eos for replies of exactly max_tokens.",
+    "min_tokens": "Send ignore_eos for responses of exactly max_tokens.",
     "prompt_logprobs": "Leave it out, or ask LLM.generate in Python.",
     "reasoning_effort": "Send it in chat_template_kwargs, if the chat template reads it.",
     "request_id": "Send the header X-Request-Id.",

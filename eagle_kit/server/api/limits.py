@@ -1,4 +1,4 @@
-"""Limits of clients: replies at a time, requests per minute, and bytes of bodies."""
+"""Limits of clients: responses at a time, requests per minute, and bytes of bodies."""
 
 import ipaddress
 import time
@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from eagle_kit.server.api.errors import ApiError
-from eagle_kit.server.reply import Overloaded
+from eagle_kit.server.response import Overloaded
 from eagle_kit.server.room import has_room
 
 
@@ -44,7 +44,7 @@ class ClientLimits:
     bucket per client.
 
     Attributes:
-        max_parallel: replies that one client may have in progress, or None.
+        max_parallel: responses that one client may have in progress, or None.
         per_minute: requests of one client per minute, or None.
     """
 
@@ -58,21 +58,21 @@ class ClientLimits:
         if self.per_minute is not None:
             self._draw(client, self.per_minute, time.monotonic())
 
-    def enter(self, client: str, num_replies: int) -> None:
-        """Begin ``num_replies`` replies; :meth:`leave` must follow. Raises ApiError 429."""
-        if self.max_parallel is not None and self._parallel[client] + num_replies > self.max_parallel:
+    def enter(self, client: str, num_responses: int) -> None:
+        """Begin ``num_responses`` responses; :meth:`leave` must follow. Raises ApiError 429."""
+        if self.max_parallel is not None and self._parallel[client] + num_responses > self.max_parallel:
             raise ApiError(
                 429,
-                f"The client has {self._parallel[client]} replies in progress and asks for {num_replies} "
+                f"The client has {self._parallel[client]} responses in progress and asks for {num_responses} "
                 f"more; {self.max_parallel} are allowed.",
                 code="too_many_parallel_requests",
                 headers={"Retry-After": "1"},
             )
-        self._parallel[client] += num_replies
+        self._parallel[client] += num_responses
 
-    def leave(self, client: str, num_replies: int) -> None:
-        """End ``num_replies`` replies."""
-        self._parallel[client] -= num_replies
+    def leave(self, client: str, num_responses: int) -> None:
+        """End ``num_responses`` responses."""
+        self._parallel[client] -= num_responses
         if self._parallel[client] <= 0:
             del self._parallel[client]
 

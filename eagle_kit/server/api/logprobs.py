@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from eagle_kit.core.output import ReplyLogprobs
+from eagle_kit.core.output import ResponseLogprobs
 from eagle_kit.engine.text_stream import Detokenizer
 from eagle_kit.engine.token_names import TokenNames
 
@@ -15,11 +15,11 @@ LOWEST = -9999.0
 
 
 class TextOffsets:
-    """Offsets of the tokens of one reply in its text. The second part of a character has the offset of the
+    """Offsets of the tokens of one response in its text. The second part of a character has the offset of the
     first.
 
     Args:
-        detokenizer: of the reply.
+        detokenizer: of the response.
     """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
@@ -33,7 +33,7 @@ class TextOffsets:
         return offset
 
 
-def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: ReplyLogprobs) -> Iterator[str]:
+def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: ResponseLogprobs) -> Iterator[str]:
     """Write :class:`~eagle_kit.server.api.responses.ChatLogprobs` as JSON, a piece for each token."""
 
     def written(token: int, logprob: float) -> dict[str, Any]:
@@ -51,10 +51,10 @@ def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: ReplyLogpro
 
 
 def completion_logprobs(
-    names: TokenNames, tokens: Sequence[int], entries: ReplyLogprobs, offsets: TextOffsets
+    names: TokenNames, tokens: Sequence[int], entries: ResponseLogprobs, offsets: TextOffsets
 ) -> Iterator[str]:
     """Write :class:`~eagle_kit.server.api.responses.CompletionLogprobs` as JSON, a piece for each token and
-    list; ``offsets`` has read the reply's tokens before these."""
+    list; ``offsets`` has read the response's tokens before these."""
     yield '{"tokens":'
     yield from _written(names.written(token) for token in tokens)
     yield ',"token_logprobs":'

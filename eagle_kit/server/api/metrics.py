@@ -18,7 +18,7 @@ WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 
 class Metrics:
     """Counters and gauges read from the engine when they are asked for, and histograms of latencies.
 
-    It is the :class:`~eagle_kit.server.reply.Observer` of a server's engine.
+    It is the :class:`~eagle_kit.server.response.Observer` of a server's engine.
 
     Args:
         engine: its counters are read from another thread than its own, each of them a plain number.
@@ -112,7 +112,7 @@ class _EngineCollector:
                 "Prompt tokens found in the prefix cache.",
                 totals.num_cached_prompt_tokens,
             ),
-            ("generation_tokens", "Tokens of replies.", totals.num_generated_tokens),
+            ("generation_tokens", "Tokens of responses.", totals.num_generated_tokens),
             (
                 "requests_failed",
                 "Requests that ended because logits were not finite or the text could not be made.",

@@ -17,7 +17,7 @@ NUMBERS = (
 )
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,10}")
 MAX_REQUEST_LOGPROBS = 2**23
-"""Log-probabilities of the replies to a request. One takes 19 bytes, measured, so all take 160 MB."""
+"""Log-probabilities of the responses to a request. One takes 19 bytes, measured, so all take 160 MB."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `/v1/completions`; a chat goes on until the context is full."""
 
@@ -30,7 +30,7 @@ def sampling_params(
     grammar: Grammar | None = None,
     cache_salt: str | None = None,
 ) -> list[SamplingParams]:
-    """Make the parameters of the `n` replies to one prompt; with a seed, reply i draws from seed + i.
+    """Make the parameters of the `n` responses to one prompt; with a seed, response i draws from seed + i.
 
     Absent parameters have OpenAI's defaults: temperature 1, everything else neutral. ``cache_salt`` is the
     body's, or what the server has made of it.
@@ -64,7 +64,7 @@ def _max_tokens(body: Sampling, num_prompt_tokens: int, max_context: int) -> int
     room = max_context - num_prompt_tokens
     if room < 1:
         raise UserError(
-            f"The prompt has {num_prompt_tokens} tokens, but the context holds {max_context} with the reply.",
+            f"The prompt has {num_prompt_tokens} tokens, but the context holds {max_context} with the response.",
             "Shorten the prompt.",
         )
     asked = body.max_tokens
@@ -90,7 +90,7 @@ def num_logprobs(body: Sampling) -> int | None:
 
 
 def check_num_logprobs(body: Sampling, params: Sequence[SamplingParams]) -> None:
-    """Raise UserError where the replies may have more than :data:`MAX_REQUEST_LOGPROBS` log-probabilities,
+    """Raise UserError where the responses may have more than :data:`MAX_REQUEST_LOGPROBS` log-probabilities,
     which are kept until the last of them is sent."""
     num_top = num_logprobs(body)
     if num_top is None:
@@ -99,7 +99,7 @@ def check_num_logprobs(body: Sampling, params: Sequence[SamplingParams]) -> None
     if count > MAX_REQUEST_LOGPROBS:
         name = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
         raise UserError(
-            f"The request asks for up to {count} log-probabilities (max_tokens of all replies times {name} + "
+            f"The request asks for up to {count} log-probabilities (max_tokens of all responses times {name} + "
             f"1), and {MAX_REQUEST_LOGPROBS} are allowed.",
             f"Lower n, max_tokens or {name}.",
         )

@@ -83,7 +83,7 @@ class ToolCall(Strict):
 
 class Message(Strict):
     """One turn. ``reasoning`` is vLLM's name of ``reasoning_content``. The last four fields are ``null`` in
-    replies that clients send back."""
+    responses that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Author of the message. `developer` becomes `system` where the chat template knows no developers."""
@@ -95,26 +95,26 @@ class Message(Strict):
     """Passed to the chat template, which may leave it out."""
 
     tool_calls: Several[ToolCall] | None = None
-    """Calls of an earlier reply; only with the role `assistant`."""
+    """Calls of an earlier response; only with the role `assistant`."""
 
     tool_call_id: str | None = None
     """Identifier of the call that this message answers; only with the role `tool`, which needs it."""
 
     reasoning_content: str | None = None
-    """Reasoning of an earlier reply, passed to the chat template, as `thinking` where it has that name; the
-    template may leave it out."""
+    """Reasoning of an earlier response, passed to the chat template, as `thinking` where it has that name;
+    the template may leave it out."""
 
     reasoning: str | None = None
     """vLLM's name of `reasoning_content`."""
 
     refusal: None = None
-    """Only `null`, as replies have it."""
+    """Only `null`, as responses have it."""
 
     audio: None = None
-    """Only `null`, as replies have it."""
+    """Only `null`, as responses have it."""
 
     function_call: None = None
-    """Only `null`, as replies have it."""
+    """Only `null`, as responses have it."""
 
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     """Only `null` or an empty list."""
@@ -173,7 +173,7 @@ class FunctionName(Strict):
 
 
 class NamedTool(Strict):
-    """The tool that the reply must call."""
+    """The tool that the response must call."""
 
     type: Literal["function"]
     function: FunctionName
@@ -196,7 +196,7 @@ class SchemaFormat(Strict):
 
 
 class ResponseFormat(Strict):
-    """Format of the reply; a schema is always enforced, whatever `strict` says."""
+    """Format of the response; a schema is always enforced, whatever `strict` says."""
 
     type: Literal["text", "json_object", "json_schema"]
     """`text` is no constraint, `json_object` any JSON object, `json_schema` the object of the schema."""
@@ -212,27 +212,27 @@ class ResponseFormat(Strict):
 
 
 class Constraint(NamedTuple):
-    """What a reply must match: ``value`` is a schema, a regular expression, texts of which the reply is one,
-    or None for any JSON object."""
+    """What a response must match: ``value`` is a schema, a regular expression, texts of which the response is
+    one, or None for any JSON object."""
 
     kind: Literal["json_object", "json_schema", "regex", "choice"]
     value: dict[str, Any] | str | list[str] | None
 
 
 class StructuredOutputs(Strict):
-    """Constraint on the reply by vLLM's names; exactly one of them."""
+    """Constraint on the response by vLLM's names; exactly one of them."""
 
     json_schema: Annotated[Schema | None, Field(alias="json")] = None
-    """JSON schema that the reply matches, as an object or as the text of one."""
+    """JSON schema that the response matches, as an object or as the text of one."""
 
     regex: Pattern | None = None
-    """Regular expression that the whole reply matches."""
+    """Regular expression that the whole response matches."""
 
     choice: Choices | None = None
-    """Texts, one of which is the whole reply."""
+    """Texts, one of which is the whole response."""
 
     json_object: bool | None = None
-    """`true`: the reply is any JSON object."""
+    """`true`: the response is any JSON object."""
 
     @model_validator(mode="after")
     def _check(self) -> "StructuredOutputs":
@@ -274,16 +274,16 @@ class Sampling(Strict):
     """Name of the served model, or the path or hub id that was served. Default: the served model."""
 
     stream: bool | None = None
-    """Send the reply as server-sent events. Default: false."""
+    """Send the response as server-sent events. Default: false."""
 
     stream_options: StreamOptions | None = None
     """Options of a stream; only with `stream: true`."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Replies to each prompt. Reply i draws with `seed` + i. Default: 1."""
+    """Responses to each prompt. Response i draws with `seed` + i. Default: 1."""
 
     max_tokens: Count | None = None
-    """Most tokens of a reply. Default: 16 in completions, the rest of the context in chats. A number that
+    """Most tokens of a response. Default: 16 in completions, the rest of the context in chats. A number that
     the context has no room for is refused."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -299,50 +299,51 @@ class Sampling(Strict):
     """Sample from tokens at least this times as likely as the most likely one. Default: 0."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """Seed of the random numbers. In fp32 a reply with a seed does not depend on its batch. Default: drawn by
-    the server."""
+    """Seed of the random numbers. In fp32 a response with a seed does not depend on its batch. Default: drawn
+    by the server."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Subtracted from a logit for every occurrence of the token in the reply. Default: 0."""
+    """Subtracted from a logit for every occurrence of the token in the response. Default: 0."""
 
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    """Subtracted once from the logits of tokens that occur in the reply. Default: 0."""
+    """Subtracted once from the logits of tokens that occur in the response. Default: 0."""
 
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    """Divides positive, and multiplies negative, logits of tokens of the prompt and the reply. Default: 1."""
+    """Divides positive, and multiplies negative, logits of tokens of the prompt and the response. Default:
+    1."""
 
     logit_bias: Annotated[dict[str, Bias], Field(max_length=2**15)] | None = None
     """Number added to the logit of each token id, whose key is the id as text."""
 
     allowed_token_ids: Annotated[Several[Token], Field(min_length=1, max_length=2**15)] | None = None
-    """No other token is emitted. The reply ends by itself only if an end token of the model is among
+    """No other token is emitted. The response ends by itself only if an end token of the model is among
     them. It excludes all grammars."""
 
     bad_words: Annotated[Several[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     """Words whose token sequences are not emitted, with and without a blank before them."""
 
     stop: StopText | Annotated[Several[StopText], Field(max_length=16)] | None = None
-    """Text, or texts, that end the reply and are not a part of it. The text that is complete first ends the
-    reply."""
+    """Text, or texts, that end the response and are not a part of it. The text that is complete first ends
+    the response."""
 
     stop_token_ids: Annotated[Several[Token], Field(max_length=256)] | None = None
-    """Tokens that end the reply."""
+    """Tokens that end the response."""
 
     ignore_eos: bool | None = None
-    """Do not end the reply at an end token of the model. Default: false."""
+    """Do not end the response at an end token of the model. Default: false."""
 
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Requests with larger numbers are served first. Default: 0."""
 
     response_format: ResponseFormat | None = None
-    """Format of the reply; it excludes the other constraints."""
+    """Format of the response; it excludes the other constraints."""
 
     regex: Pattern | None = None
-    """Regular expression that the whole reply matches; in a chat, what follows its reasoning. It excludes the
-    other constraints."""
+    """Regular expression that the whole response matches; in a chat, what follows its reasoning. It excludes
+    the other constraints."""
 
     structured_outputs: StructuredOutputs | None = None
-    """vLLM's name for a constraint on the reply; it excludes the other constraints."""
+    """vLLM's name for a constraint on the response; it excludes the other constraints."""
 
     guided_json: Schema | None = None
     """vLLM's older name of `structured_outputs.json`."""
@@ -385,13 +386,13 @@ class Sampling(Strict):
     """Accepted as `false`; it has no effect."""
 
     min_tokens: Literal[0] | None = None
-    """Accepted as 0; it has no effect. Use `ignore_eos` for replies of exactly `max_tokens`."""
+    """Accepted as 0; it has no effect. Use `ignore_eos` for responses of exactly `max_tokens`."""
 
     return_token_ids: Literal[False] | None = None
     """Accepted as `false`; it has no effect."""
 
     skip_special_tokens: bool | None = None
-    """`false` shows special tokens in the text, except the token that ended the reply. Default: true."""
+    """`false` shows special tokens in the text, except the token that ended the response. Default: true."""
 
     return_hidden_states: Literal[False] | None = None
     """Accepted as `false`, as SGLang's router sends it; it has no effect."""
@@ -410,7 +411,7 @@ class Sampling(Strict):
 
     @property
     def num_choices(self) -> int:
-        """Replies per prompt."""
+        """Responses per prompt."""
         return self.n or 1
 
     @property
@@ -420,12 +421,12 @@ class Sampling(Strict):
 
     @property
     def has_grammar(self) -> bool:
-        """True if replies must match something."""
+        """True if responses must match something."""
         return bool(self.constraints)
 
     @property
     def constraints(self) -> list[Constraint]:
-        """What replies must match, by whatever name it was given; at most one."""
+        """What responses must match, by whatever name it was given; at most one."""
         found = [
             Constraint("regex", self.regex),
             Constraint("json_schema", self.guided_json),
@@ -451,8 +452,8 @@ class ChatMessages(Strict):
     """The conversation."""
 
     tools: Annotated[Several[Tool], Field(max_length=512)] | None = None
-    """Tools that the reply may call. An empty list is none. A chat template without a place for tools refuses
-    them."""
+    """Tools that the response may call. An empty list is none. A chat template without a place for tools
+    refuses them."""
 
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     """Arguments of the chat template, such as `{"enable_thinking": false}`. Names that the template does
@@ -476,7 +477,7 @@ class ChatRequest(ChatMessages, Sampling):
     function: a grammar forces the call, and no other constraint may be given."""
 
     parallel_tool_calls: bool | None = None
-    """`false`: a reply has its first call only. Default: true."""
+    """`false`: a response has its first call only. Default: true."""
 
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     """Accepted as `["text"]`; it has no effect."""
@@ -521,12 +522,12 @@ class ChatRequest(ChatMessages, Sampling):
 
     @property
     def chosen_function(self) -> str | None:
-        """Name of the function that the reply must call, where the request names one."""
+        """Name of the function that the response must call, where the request names one."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def must_call(self) -> bool:
-        """True if the reply must be a call."""
+        """True if the response must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
 
@@ -543,11 +544,11 @@ class CompletionRequest(Sampling):
         ],
         Field(union_mode="left_to_right"),
     ]
-    """Text, texts, the token ids of a prompt, or lists of token ids. The reply continues the prompt."""
+    """Text, texts, the token ids of a prompt, or lists of token ids. The response continues the prompt."""
 
     echo: bool | None = None
-    """Repeat the prompt before the reply; not with `logprobs`. Special tokens of token ids are repeated only
-    with `skip_special_tokens: false`. Default: false."""
+    """Repeat the prompt before the response; not with `logprobs`. Special tokens of token ids are repeated
+    only with `skip_special_tokens: false`. Default: false."""
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Report the log-probability of every token, and of this many most likely tokens."""
@@ -636,7 +637,7 @@ class AbortRequest(Strict):
     requests from that client's address."""
 
     abort_all: bool | None = None
-    """`true`: end all replies to the caller's address."""
+    """`true`: end all responses to the caller's address."""
 
     @model_validator(mode="after")
     def _check(self) -> "AbortRequest":

@@ -23,7 +23,7 @@ class CachedTokens(ResponseBody):
 
 
 class Usage(ResponseBody):
-    """Tokens of prompt and reply; a prompt with several choices counts once."""
+    """Tokens of prompt and response; a prompt with several choices counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -134,8 +134,8 @@ class ToolCallDelta(ToolCall):
 
 
 class ChatMessage(ResponseBody):
-    """The reply. ``reasoning_content`` and ``tool_calls`` are there where there are any; ``content`` is null
-    where there are calls alone."""
+    """The response. ``reasoning_content`` and ``tool_calls`` are there where there are any; ``content`` is
+    null where there are calls alone."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -150,7 +150,7 @@ class ChatMessage(ResponseBody):
 
 
 class ChatChoice(ResponseBody):
-    """One of `n` replies."""
+    """One of `n` responses."""
 
     index: int
     message: ChatMessage
@@ -174,7 +174,7 @@ class ChatDelta(ResponseBody):
 
 
 class ChatChunkChoice(ResponseBody):
-    """Addition of a chunk to one reply."""
+    """Addition of a chunk to one response."""
 
     index: int
     delta: ChatDelta
@@ -259,7 +259,7 @@ class Text(ResponseBody):
 
 
 class Aborted(ResponseBody):
-    """`POST /abort`: replies that were still running or waiting."""
+    """`POST /abort`: responses that were still running or waiting."""
 
     num_aborted: int
 

@@ -47,7 +47,7 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
         ok = {
             "model": model,
             "content": {"text/event-stream": {}},
-            "description": "The reply, or its events.",
+            "description": "The response, or its events.",
         }
         return {200: ok, **error_responses()}
 

@@ -7,7 +7,7 @@ from eagle_kit.server.api.documented import body_schema, error_responses
 from eagle_kit.server.api.protocol import AbortRequest
 from eagle_kit.server.api.responses import Aborted, HealthReport, ModelCard, ModelList
 from eagle_kit.server.api.service import Service
-from eagle_kit.server.reply import EngineFailed, Overloaded
+from eagle_kit.server.response import EngineFailed, Overloaded
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -45,7 +45,7 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
 
     @app.get("/health/live", responses=ill)
     async def live(response: Response) -> HealthReport:
-        """Liveness: 503 once only a restart helps, not while running replies finish; needs no key."""
+        """Liveness: 503 once only a restart helps, not while running responses finish; needs no key."""
         status = service.engine.health
         response.status_code = 503 if status == "unhealthy" else 200
         return HealthReport(status=status)
@@ -79,6 +79,6 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         http: Request,
         body: AbortRequest = Depends(body_of(AbortRequest, service)),  # noqa: B008
     ) -> Aborted:
-        """End the client's replies early, or any by an id that the server made; their readers get what there
-        is, with the finish reason `abort`."""
+        """End the client's responses early, or any by an id that the server made; their readers get what
+        there is, with the finish reason `abort`."""
         return Aborted(num_aborted=service.abort(http, body.request_id))

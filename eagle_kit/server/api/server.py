@@ -1,4 +1,4 @@
-"""uvicorn server of the application: a bound socket, and a shutdown that lets replies finish."""
+"""uvicorn server of the application: a bound socket, and a shutdown that lets responses finish."""
 
 import asyncio
 import math
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 FORCED_S = 2
 """Seconds that a step gets to end when SIGINT has ended the grace period."""
 SLACK_S = 5
-"""Seconds that answers get to be sent after the engine has let go of the last reply."""
+"""Seconds that answers get to be sent after the engine has let go of the last response."""
 SWITCH_INTERVAL_S = 0.0002
 """Longest time for which a thread that runs Python code keeps the interpreter from one that waits for it.
 
 The engine's thread gives the interpreter up in each operation of torch, and gets it back from the thread
-that reads requests only after this time. Beside a thread that runs Python code 60 % of the time, four replies
-of 32 tokens (SmolLM2-135M, one thread of an AMD EPYC) took 2.18 s with Python's default of 5 ms, 1.22 s with
+that reads requests only after this time. Beside a thread that runs Python code 60 % of the time, four
+responses of 32 tokens (SmolLM2-135M, one thread of an AMD EPYC) took 2.18 s with Python's default of 5 ms,
+1.22 s with
 0.5 ms, 1.05 s with 0.1 ms, and 0.89 s alone."""
 
 
@@ -54,9 +55,9 @@ def bind(host: str, port: int) -> socket.socket:
 def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> Any:
     """Make a uvicorn server for ``app``; ``run(sockets=[bind(...)])`` it, in any thread.
 
-    When it is told to exit it is not ready any more: new requests are refused (503), running replies have the
-    grace period of the options, the rest is aborted and sent as it is. Then it stops accepting, and returns.
-    SIGINT ends the grace period. Another SIGTERM does not: supervisors repeat it.
+    When it is told to exit it is not ready any more: new requests are refused (503), running responses have
+    the grace period of the options, the rest is aborted and sent as it is. Then it stops accepting, and
+    returns. SIGINT ends the grace period. Another SIGTERM does not: supervisors repeat it.
     """
     import uvicorn
 
@@ -79,7 +80,9 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
             last = time.monotonic() + grace_s
             await self._drain()
             left_s = max(last - time.monotonic(), 0.0) + SLACK_S
-            self.config.timeout_graceful_shutdown = math.ceil(left_s)  # of replies that are still being read
+            self.config.timeout_graceful_shutdown = math.ceil(
+                left_s
+            )  # of responses that are still being read
             await super().shutdown(sockets)
             if self.force_exit and service.engine.health != "ok":
                 # What uvicorn leaves out now: it would end as a cancelled task, with a traceback.

@@ -1,4 +1,4 @@
-"""Service that all routes share: it turns a validated request into replies of the engine.
+"""Service that all routes share: it turns a validated request into responses of the engine.
 
 The state of an HTTP request (``http.state``: id, arrival, cleanup) is set by ``middleware.py``.
 """
@@ -19,7 +19,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.core.structured_outputs import Thought
-from eagle_kit.data.chat.reply.choice import choose_forms
+from eagle_kit.data.chat.response.choice import choose_forms
 from eagle_kit.engine.text_stream import TextContext, special_tokens
 from eagle_kit.engine.token_names import TokenNames
 from eagle_kit.server.api.body import NUM_BODIES
@@ -32,7 +32,7 @@ from eagle_kit.server.api.protocol import Sampling
 from eagle_kit.server.api.responses import CachedTokens, Usage
 from eagle_kit.server.async_engine import AsyncEngine
 from eagle_kit.server.fair_queue import FairThread
-from eagle_kit.server.reply import Delta, ReplyStream
+from eagle_kit.server.response import Delta, ResponseStream
 
 if TYPE_CHECKING:
     from eagle_kit.engine.engine import Engine
@@ -69,39 +69,39 @@ class RequestName(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """Replies of one HTTP request: prompt i's reply j is number ``i * n + j``.
+    """Responses of one HTTP request: prompt i's response j is number ``i * n + j``.
 
     Attributes:
         id: of the response.
         prompts: token ids of each prompt.
-        replies: streams of the replies.
+        responses: streams of the responses.
         created: Unix seconds.
     """
 
     id: str
     prompts: Sequence[Sequence[int]]
-    replies: Sequence[ReplyStream]
+    responses: Sequence[ResponseStream]
     created: int
 
     async def collect(self) -> list[Delta]:
-        """Wait for all replies."""
-        return list(await asyncio.gather(*(reply.collect() for reply in self.replies)))
+        """Wait for all responses."""
+        return list(await asyncio.gather(*(response.collect() for response in self.responses)))
 
     def usage(self, num_sent: int | None = None) -> Usage:
         """Count tokens until now.
 
         Args:
-            num_sent: tokens of the replies to count; None for all. The engine may be ahead of a stream.
+            num_sent: tokens of the responses to count; None for all. The engine may be ahead of a stream.
         """
         prompt = sum(map(len, self.prompts))
         completion = num_sent
         if completion is None:
-            completion = sum(len(reply.request.token_ids) for reply in self.replies)
+            completion = sum(len(response.request.token_ids) for response in self.responses)
 
-        # Cached tokens of the first reply to each prompt.
-        num_choices = len(self.replies) // len(self.prompts)
-        first_replies = self.replies[::num_choices]
-        cached = sum(reply.request.stats.num_cached_tokens for reply in first_replies)
+        # Cached tokens of the first response to each prompt.
+        num_choices = len(self.responses) // len(self.prompts)
+        first_responses = self.responses[::num_choices]
+        cached = sum(response.request.stats.num_cached_tokens for response in first_responses)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -110,17 +110,17 @@ class Generation:
         )
 
     def stats(self) -> SpecStats:
-        """Add up the acceptance of all replies."""
+        """Add up the acceptance of all responses."""
         total = SpecStats()
-        for reply in self.replies:
-            total.add(reply.request.stats.spec)
+        for response in self.responses:
+            total.add(response.request.stats.spec)
         return total
 
     def shapes(self) -> Counter[SpecShape]:
-        """Count the cycles of all replies by shape."""
+        """Count the cycles of all responses by shape."""
         total: Counter[SpecShape] = Counter()
-        for reply in self.replies:
-            total.update(reply.request.stats.shapes)
+        for response in self.responses:
+            total.update(response.request.stats.shapes)
         return total
 
 
@@ -149,14 +149,14 @@ class Service:
         self.body_room = BodyRoom(NUM_BODIES * config.max_body_bytes)
         self.max_chars = max_chars(llm)
 
-        # Text of tokens, and formats of replies.
+        # Text of tokens, and formats of responses.
         self.token_names = TokenNames(llm.tokenizer)
         self.special_tokens = special_tokens(llm.tokenizer)
-        self.reply_forms = choose_forms(llm.renderer, config.reasoning_parser, config.tool_call_parser)
+        self.response_forms = choose_forms(llm.renderer, config.reasoning_parser, config.tool_call_parser)
 
         # Requests that can be aborted, by name.
         self.started_at = int(time.time())
-        self._live: dict[RequestName, list[ReplyStream]] = {}
+        self._live: dict[RequestName, list[ResponseStream]] = {}
         self._salt_key = secrets.token_bytes(32)
 
         # The probe of health checks, and when the last one succeeded.
@@ -217,7 +217,7 @@ class Service:
             prefix: prefix of the response's id.
             shown_tokens: special tokens that are part of the text, unless the body shows all of them.
             thought: reasoning that comes before the body's grammar.
-            contexts: end of each prompt, which the text of its replies continues; empty if replies do not
+            contexts: end of each prompt, which the text of its responses continues; empty if responses do not
                 continue a text.
         """
         # Make the requests in the worker thread.
@@ -230,12 +230,12 @@ class Service:
             request.client = network_of(_client_of(http))
 
         # Add them to the engine. They can be aborted by name until the HTTP request is over.
-        replies = await self.engine.add(requests)
+        responses = await self.engine.add(requests)
         request_id = http.state.request_id
         name = RequestName(_client_of(http), request_id, http.state.has_own_id)
-        self._live.setdefault(name, []).extend(replies)
-        http.state.cleanup.append(lambda: self._leave(name, replies))
-        return Generation(f"{prefix}-{request_id}", prompts, replies, int(time.time()))
+        self._live.setdefault(name, []).extend(responses)
+        http.state.cleanup.append(lambda: self._leave(name, responses))
+        return Generation(f"{prefix}-{request_id}", prompts, responses, int(time.time()))
 
     async def probe(self) -> None:
         """Wait until the engine has emitted a token of any request.
@@ -261,8 +261,8 @@ class Service:
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         request = self.llm.make_request([0], params, TOP_PRIORITY)
         async with asyncio.timeout(PROBE_S):
-            (reply,) = await self.engine.add([request], is_probe=True)
-            end = asyncio.ensure_future(reply.collect())
+            (response,) = await self.engine.add([request], is_probe=True)
+            end = asyncio.ensure_future(response.collect())
             try:
                 while not end.done() and totals.num_generated_tokens == before:
                     await asyncio.wait({end}, timeout=PROBE_EVERY_S)
@@ -271,29 +271,29 @@ class Service:
                 self._probed_at = time.monotonic()
             finally:
                 end.cancel()
-                reply.close()
+                response.close()
 
     def abort(self, http: Any, request_id: str | None) -> int:
-        """Abort the replies of a request, and return how many there were.
+        """Abort the responses of a request, and return how many there were.
 
         A client can abort by an id that it chose or that the server made. Ids that other clients chose can be
         guessed, so they are not found.
 
         Args:
-            request_id: id of the request or of its response; None aborts all replies of the client.
+            request_id: id of the request or of its response; None aborts all responses of the client.
         """
         client = _client_of(http)
         given = request_id or ""
         ids = {given, given.removeprefix("chatcmpl-"), given.removeprefix("cmpl-")}
-        replies = []
+        responses = []
         for name, theirs in self._live.items():
             is_own = name.client == client
             is_named = name.id in ids
             if (is_own and request_id is None) or (is_named and (is_own or not name.is_chosen)):
-                replies += [reply for reply in theirs if reply.finish_reason is None]
-        for reply in replies:
-            reply.close()
-        return len(replies)
+                responses += [response for response in theirs if response.finish_reason is None]
+        for response in responses:
+            response.close()
+        return len(responses)
 
     def close(self) -> None:
         """End the worker thread."""
@@ -313,7 +313,7 @@ class Service:
         grammar = make_grammar(body, thought)
         vocab_size = llm.target.config.vocab_size
 
-        # Check all replies together before a request is made.
+        # Check all responses together before a request is made.
         params_of = [
             sampling_params(body, len(prompt), llm.max_context, vocab_size, grammar, cache_salt)
             for prompt in prompts
@@ -337,11 +337,11 @@ class Service:
         text = f"{_client_of(http)}\0{body.cache_salt or ''}"  # no address has a NUL
         return hashlib.blake2b(text.encode(), key=self._salt_key, digest_size=32).hexdigest()
 
-    def _leave(self, name: "RequestName", replies: Sequence[ReplyStream]) -> None:
-        """Abort replies that have not finished, and forget their name."""
-        for reply in replies:
-            reply.close()
-        staying = [reply for reply in self._live.get(name, ()) if reply not in replies]
+    def _leave(self, name: "RequestName", responses: Sequence[ResponseStream]) -> None:
+        """Abort responses that have not finished, and forget their name."""
+        for response in responses:
+            response.close()
+        staying = [response for response in self._live.get(name, ()) if response not in responses]
         if staying:
             self._live[name] = staying
         else:

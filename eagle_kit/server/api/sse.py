@@ -1,4 +1,4 @@
-"""Server-sent events, many replies as one stream, and clients that go away."""
+"""Server-sent events, many responses as one stream, and clients that go away."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from eagle_kit.server.api.errors import as_api_error
-from eagle_kit.server.reply import Delta, ReplyStream
+from eagle_kit.server.response import Delta, ResponseStream
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
@@ -34,13 +34,13 @@ async def guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
     yield DONE
 
 
-async def merge(replies: Sequence[ReplyStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """Iterate over (index, delta) of several replies as they arrive, until all have finished."""
-    if len(replies) == 1:
-        async for delta in replies[0]:
+async def merge(responses: Sequence[ResponseStream]) -> AsyncIterator[tuple[int, Delta]]:
+    """Iterate over (index, delta) of several responses as they arrive, until all have finished."""
+    if len(responses) == 1:
+        async for delta in responses[0]:
             yield 0, delta
         return
-    waiting = {asyncio.ensure_future(anext(reply)): i for i, reply in enumerate(replies)}
+    waiting = {asyncio.ensure_future(anext(response)): i for i, response in enumerate(responses)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -51,7 +51,7 @@ async def merge(replies: Sequence[ReplyStream]) -> AsyncIterator[tuple[int, Delt
                 except StopAsyncIteration:
                     continue
                 if delta.finish_reason is None:
-                    waiting[asyncio.ensure_future(anext(replies[index]))] = index
+                    waiting[asyncio.ensure_future(anext(responses[index]))] = index
                 yield index, delta
     finally:
         for task in waiting:

@@ -96,13 +96,13 @@ def warnings_as_lines(say: Callable[[str], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Greedy replies with speculation against without.
+    """Greedy responses with speculation against without.
 
     Attributes:
         accept_length: tokens per verify, over all prompts.
         num_tokens: emitted with speculation.
         seconds, plain_seconds: for the same prompts with and without.
-        differing: (prompt number, first differing token) of a reply that is not the plain one, or None.
+        differing: (prompt number, first differing token) of a response that is not the plain one, or None.
         is_tree: whether drafts branch.
     """
 
@@ -159,7 +159,7 @@ def report(
     """Format the self-test as lines.
 
     Args:
-        exact: whether replies must be the plain ones to the token (fp32).
+        exact: whether responses must be the plain ones to the token (fp32).
         low_causes: asked for the likely causes when acceptance is suspiciously low.
         is_given: whether the user gave the shape.
     """
@@ -169,7 +169,7 @@ def report(
     ]
     if is_given and test.seconds > 1.2 * test.plain_seconds:
         lines.append(
-            "note: these replies are slower with speculation than without; a shape that drafts less, such as "
+            "note: these responses are slower with speculation than without; a shape that drafts less, such as "
             "--shape 3,1,4, costs less and may pay, and --shape auto chooses one by measurements."
         )
     return lines + doubts(test, exact=exact, low_causes=low_causes)
@@ -180,7 +180,7 @@ def doubts(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
     lines = []
     if test.differing is not None:
         prompt, token = test.differing
-        where = f"reply {prompt} differs from plain decoding from token {token} on"
+        where = f"response {prompt} differs from plain decoding from token {token} on"
         if exact:
             lines.append(f"warning: {where}; in fp32 it must not, so please report it.")
         else:

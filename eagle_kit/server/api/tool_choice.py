@@ -1,7 +1,7 @@
 """Calls that a request insists on: a grammar lets the model write nothing else.
 
-As in vLLM the reply is JSON, whatever form the target's own calls have: the arguments of the function that is
-named, or with ``required`` a list of objects of ``name`` and ``arguments``, and one of them where
+As in vLLM the response is JSON, whatever form the target's own calls have: the arguments of the function that
+is named, or with ``required`` a list of objects of ``name`` and ``arguments``, and one of them where
 ``parallel_tool_calls`` is false. The grammar begins behind the reasoning.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 from eagle_kit.core.errors import UserError, cut, shown
 from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.data.chat.messages import Unusable
-from eagle_kit.data.chat.reply.calls import calls_of, make_call
-from eagle_kit.data.chat.reply.parts import ReplyParts, ReplyReader
+from eagle_kit.data.chat.response.calls import calls_of, make_call
+from eagle_kit.data.chat.response.parts import ResponseParts, ResponseReader
 from eagle_kit.server.api.protocol import ChatRequest, FunctionDefinition
 
 DEFINITIONS = ("$defs", "definitions")
@@ -68,25 +68,28 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
 
 class ChosenCallReader:
-    """:class:`~eagle_kit.data.chat.reply.parts.ReplyReader` of replies that follow :func:`call_grammar`.
+    """:class:`~eagle_kit.data.chat.response.parts.ResponseReader` of responses that follow
+    :func:`call_grammar`.
 
     Args:
-        name: function that the request names; None where the reply names it.
-        thoughts: reader of reasoning and content; None where all of the reply is the call.
+        name: function that the request names; None where the response names it.
+        thoughts: reader of reasoning and content; None where all of the response is the call.
     """
 
-    def __init__(self, name: str | None, thoughts: ReplyReader | None = None) -> None:
+    def __init__(self, name: str | None, thoughts: ResponseReader | None = None) -> None:
         self._name = name
         self._thoughts = thoughts
         self._pieces: list[str] = []
 
-    def feed(self, text: str) -> ReplyParts:
+    def feed(self, text: str) -> ResponseParts:
         """Read the reasoning of a further piece of text, and keep the rest."""
-        return self._keep(ReplyParts(content=text) if self._thoughts is None else self._thoughts.feed(text))
+        return self._keep(
+            ResponseParts(content=text) if self._thoughts is None else self._thoughts.feed(text)
+        )
 
-    def finish(self, end: str = "") -> ReplyParts:
+    def finish(self, end: str = "") -> ResponseParts:
         """Read the call; what was cut off is content."""
-        parts = ReplyParts() if self._thoughts is None else self._keep(self._thoughts.finish(end))
+        parts = ResponseParts() if self._thoughts is None else self._keep(self._thoughts.finish(end))
         text = "".join(self._pieces)
         try:
             value = json.loads(text)
@@ -95,6 +98,6 @@ class ChosenCallReader:
             parts.content = text
         return parts
 
-    def _keep(self, parts: ReplyParts) -> ReplyParts:
+    def _keep(self, parts: ResponseParts) -> ResponseParts:
         self._pieces.append(parts.content)
-        return ReplyParts(reasoning=parts.reasoning)
+        return ResponseParts(reasoning=parts.reasoning)

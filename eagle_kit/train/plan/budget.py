@@ -1,7 +1,7 @@
-"""Plan of a training within a budget of time: replies, training and expected accept length. Torch-free.
+"""Plan of a training within a budget of time: responses, training and expected accept length. Torch-free.
 
-The training reads raw chats first, with the target's distribution as teacher. Replies of the target itself
-are added early, and at the end it reads them alone. Replies must be generated. If the disk has room, the
+The training reads raw chats first, with the target's distribution as teacher. Responses of the target itself
+are added early, and at the end it reads them alone. Responses must be generated. If the disk has room, the
 target's hidden states are stored and rows are read several times, because the target's forward takes more
 than half of the first pass. Rates are measured on this machine, so every number follows from the budget.
 """
@@ -14,20 +14,20 @@ ROW_TOKENS = 1024
 """Tokens of a packed sequence."""
 RESERVED = 0.2
 """Share of the budget for tuning and evaluation, and for loading the target in every stage."""
-REPLIES = 0.35
-"""Share of the rest for generating replies."""
+RESPONSES = 0.35
+"""Share of the rest for generating responses."""
 TASK_SHARE = 1 / 3
-"""Share of the replies' tokens that answer prompts of :mod:`eagle_kit.datagen.task_prompts`."""
+"""Share of the responses' tokens that answer prompts of :mod:`eagle_kit.datagen.task_prompts`."""
 RAW_PHASE = (0.0, 0.55)
 """Span of the training in which raw chats are drawn, as shares of its steps."""
 OWN_PHASE = (0.1, 1.0)
-"""The same for replies of the target. Where the spans overlap, both are drawn equally often."""
+"""The same for responses of the target. Where the spans overlap, both are drawn equally often."""
 RAW_SHARE = OWN_PHASE[0] + (RAW_PHASE[1] - OWN_PHASE[0]) / 2
 """Share of the training's tokens that are raw chats."""
 PASSES = 3
 """Passes over the raw chats if hidden states are stored."""
 WITH_PROMPTS = 1.3
-"""Tokens of packed sequences for each token of a generated reply."""
+"""Tokens of packed sequences for each token of a generated response."""
 WANTED_STEPS = 3000
 """Optimiser steps of a long training; with still more time, a step has more rows."""
 MOST_ROWS_PER_STEP = 16
@@ -59,12 +59,12 @@ class TokenRates:
     """Measured rates in tokens per second.
 
     Attributes:
-        replies: tokens of generated replies.
+        responses: tokens of generated responses.
         training: tokens of packed sequences in training, with the target's forward.
         kept: tokens of packed sequences in training whose hidden states are stored.
     """
 
-    replies: float
+    responses: float
     training: float
     kept: float
 
@@ -73,7 +73,7 @@ class TokenRates:
 
         Args:
             seconds: time of the training.
-            own: distinct tokens of packed sequences of replies.
+            own: distinct tokens of packed sequences of responses.
             keeps: hidden states are stored, so that a row runs the target once.
 
         Returns:
@@ -91,7 +91,7 @@ class TokenRates:
         extra = first - again
         seen = (seconds - own * extra) / (again + raw_share * extra)
         if own > (1 - RAW_SHARE) * seen:
-            # There are more replies than the training reads, so it reads each at most once.
+            # There are more responses than the training reads, so it reads each at most once.
             seen = seconds / (again + (raw_share + 1 - RAW_SHARE) * extra)
         return seen, raw_share * seen
 
@@ -127,13 +127,13 @@ class Pilot:
     """Work that is measured before a plan.
 
     Attributes:
-        replies: replies to generate.
+        responses: responses to generate.
         steps: optimiser steps of a training.
         rows: packed sequences in each of these steps.
         row_tokens: tokens of such a row.
     """
 
-    replies: int
+    responses: int
     steps: int
     rows: int
     row_tokens: int
@@ -159,16 +159,16 @@ class BudgetPlan:
     """Work of a budget.
 
     Attributes:
-        reply_tokens: tokens of replies to generate.
-        training: training on these replies and on raw chats.
-        replies_s: seconds of the replies.
+        response_tokens: tokens of responses to generate.
+        training: training on these responses and on raw chats.
+        responses_s: seconds of the responses.
         training_s: seconds of the training.
         reserved_s: seconds for tuning, for evaluation and for loading the target.
     """
 
-    reply_tokens: int
+    response_tokens: int
     training: Training
-    replies_s: float
+    responses_s: float
     training_s: float
     reserved_s: float
 
@@ -182,19 +182,19 @@ class BudgetPlan:
         left = budget_s - self.reserved_s - spent_s
         return max(left, LEAST_TRAINING * self.training_s)
 
-    def prompts_of_a_task(self, reply_rate: float, tokens: int, num_tasks: int, num_shapes: int) -> int:
+    def prompts_of_a_task(self, response_rate: float, tokens: int, num_tasks: int, num_shapes: int) -> int:
         """Number of prompts of each task in the evaluation, which has a third of the reserved time.
 
         Args:
-            reply_rate: tokens per second of a batch of replies.
-            tokens: tokens of a reply. It is decoded plainly, and once in every shape.
+            response_rate: tokens per second of a batch of responses.
+            tokens: tokens of a response. It is decoded plainly, and once in every shape.
             num_tasks: number of tasks.
             num_shapes: number of speculation shapes.
         """
         seconds = self.reserved_s / 3
-        replies = seconds * SINGLE_RATE * reply_rate / tokens
+        responses = seconds * SINGLE_RATE * response_rate / tokens
         fewest, most = PROMPTS_OF_A_TASK
-        return min(max(int(replies / ((1 + num_shapes) * num_tasks)), fewest), most)
+        return min(max(int(responses / ((1 + num_shapes) * num_tasks)), fewest), most)
 
 
 def plan_budget(
@@ -211,23 +211,23 @@ def plan_budget(
     """
     reserved = RESERVED * budget_s
     left = max(budget_s - reserved - spent_s, 0.0)
-    replies = REPLIES * left
-    reply_tokens = replies * rates.replies
-    training = plan_training(left - replies, reply_tokens, rates, kept_tokens, processes)
-    return BudgetPlan(int(reply_tokens), training, replies, left - replies, reserved)
+    responses = RESPONSES * left
+    response_tokens = responses * rates.responses
+    training = plan_training(left - responses, response_tokens, rates, kept_tokens, processes)
+    return BudgetPlan(int(response_tokens), training, responses, left - responses, reserved)
 
 
 def plan_training(
-    seconds: float, reply_tokens: float, rates: TokenRates, kept_tokens: float, processes: int = 1
+    seconds: float, response_tokens: float, rates: TokenRates, kept_tokens: float, processes: int = 1
 ) -> Training:
-    """Plan a training on replies and on raw chats.
+    """Plan a training on responses and on raw chats.
 
     Args:
         seconds: time of the training.
-        reply_tokens: tokens of generated replies.
+        response_tokens: tokens of generated responses.
         rates, kept_tokens, processes: see :func:`plan_budget`.
     """
-    own = WITH_PROMPTS * reply_tokens
+    own = WITH_PROMPTS * response_tokens
     seen, raw = rates.seen(seconds, own, keeps=True)
     distinct = raw + min(own, (1 - RAW_SHARE) * seen)
     keeps = distinct <= kept_tokens

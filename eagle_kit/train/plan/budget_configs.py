@@ -71,8 +71,8 @@ class DraftJob:
 
 
 @dataclass(frozen=True)
-class ReplyFile:
-    """A file of generated replies.
+class ResponseFile:
+    """A file of generated responses.
 
     Attributes:
         name: name of the source in the mixture.
@@ -97,9 +97,9 @@ def pilot_config(job: DraftJob, pilot: Pilot) -> dict[str, Any]:
 
 
 def draft_config(
-    job: DraftJob, training: Training, replies: Sequence[ReplyFile], tokens_per_conversation: float
+    job: DraftJob, training: Training, responses: Sequence[ResponseFile], tokens_per_conversation: float
 ) -> dict[str, Any]:
-    """Config of the draft's training: raw chats at first, then ``replies``.
+    """Config of the draft's training: raw chats at first, then ``responses``.
 
     Args:
         tokens_per_conversation: mean number of tokens of a raw conversation.
@@ -109,7 +109,7 @@ def draft_config(
     validations = min(max(steps // VALIDATE_EVERY, 1), MAX_VALIDATIONS)
     validate_every = math.ceil(steps / validations)
 
-    data = {"mix": _mixture(job, training, replies, tokens_per_conversation)}
+    data = {"mix": _mixture(job, training, responses, tokens_per_conversation)}
     return _config(
         job,
         "training",
@@ -122,18 +122,18 @@ def draft_config(
 
 
 def _mixture(
-    job: DraftJob, training: Training, replies: Sequence[ReplyFile], tokens_per_conversation: float
+    job: DraftJob, training: Training, responses: Sequence[ResponseFile], tokens_per_conversation: float
 ) -> list[dict[str, Any]]:
-    """Sources of the draft's training, without files that have too few replies to hold some out."""
+    """Sources of the draft's training, without files that have too few responses to hold some out."""
     # Raw chats: as many as are trained on, and those that are held out.
     limit = int(training.raw_tokens / tokens_per_conversation) + HELD_OUT
     raw = {"source": job.source, "name": "raw", "limit": max(limit, 2 * HELD_OUT)}
-    enough = [file for file in replies if file.conversations > HELD_OUT]
+    enough = [file for file in responses if file.conversations > HELD_OUT]
     if not enough:
         return [raw]
 
-    # Replies weigh as many tokens as they have.
-    total = sum(file.tokens for file in replies)
+    # Responses weigh as many tokens as they have.
+    total = sum(file.tokens for file in responses)
     own = [
         {
             "source": str(file.path),

@@ -1,8 +1,8 @@
 """Pilots of ``make-draft``: the work that is measured first, chosen by costs that are known in advance.
 
 The arithmetic of target and head, divided by the rate of a matmul on this machine, gives the seconds of a
-reply and of a training step. A pilot is chosen by them, so that measuring takes at most a fixed share of the
-budget.
+response and of a training step. A pilot is chosen by them, so that measuring takes at most a fixed share of
+the budget.
 """
 
 import json
@@ -19,7 +19,7 @@ from eagle_kit.core.files import read_object
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
-from eagle_kit.train.plan.budget import LEAST_STEPS, REPLIES, RESERVED, ROW_TOKENS, Pilot
+from eagle_kit.train.plan.budget import LEAST_STEPS, RESERVED, RESPONSES, ROW_TOKENS, Pilot
 from eagle_kit.train.plan.budget_configs import DraftJob, pilot_config
 from eagle_kit.train.plan.costs import ProcessLayout, Rates, RunCosts, make_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
@@ -32,7 +32,7 @@ SHARE = 0.1
 START_S = 15.0
 """Expected seconds from the start of a command until it loads a target."""
 DECODING_EFFICIENCY = 0.2
-"""Share of the matmul rate that decoding a batch of replies is expected to reach."""
+"""Share of the matmul rate that decoding a batch of responses is expected to reach."""
 READ_BYTES_PER_S = 2e8
 """Rate at which weights are expected to be read."""
 SUPERVISED = 0.75
@@ -40,11 +40,11 @@ SUPERVISED = 0.75
 LEAST_ROWS = 2
 """Packed sequences of an optimiser step in the shortest training that is planned."""
 PILOTS = (
-    Pilot(replies=16, steps=8, rows=2, row_tokens=ROW_TOKENS),
-    Pilot(replies=8, steps=4, rows=2, row_tokens=ROW_TOKENS // 2),
-    Pilot(replies=4, steps=4, rows=1, row_tokens=ROW_TOKENS // 2),
-    Pilot(replies=4, steps=3, rows=1, row_tokens=ROW_TOKENS // 4),
-    Pilot(replies=2, steps=3, rows=1, row_tokens=ROW_TOKENS // 8),
+    Pilot(responses=16, steps=8, rows=2, row_tokens=ROW_TOKENS),
+    Pilot(responses=8, steps=4, rows=2, row_tokens=ROW_TOKENS // 2),
+    Pilot(responses=4, steps=4, rows=1, row_tokens=ROW_TOKENS // 2),
+    Pilot(responses=4, steps=3, rows=1, row_tokens=ROW_TOKENS // 4),
+    Pilot(responses=2, steps=3, rows=1, row_tokens=ROW_TOKENS // 8),
 )
 """Pilots, from the most exact to the shortest."""
 
@@ -55,48 +55,48 @@ class ExpectedCosts:
 
     Attributes:
         loading: seconds of a stage until the target is loaded.
-        reply_token: seconds of a token of a reply or of its prompt, in a batch.
+        response_token: seconds of a token of a response or of its prompt, in a batch.
         row_token: seconds of a token of a packed sequence in training.
         step_flops: floating-point operations of an optimiser step of the shortest training.
         flops_per_s: measured rate of a matmul.
     """
 
     loading: float
-    reply_token: float
+    response_token: float
     row_token: float
     step_flops: float
     flops_per_s: float
 
-    def seconds(self, pilot: Pilot, tokens_per_reply: int, processes: int) -> float:
+    def seconds(self, pilot: Pilot, tokens_per_response: int, processes: int) -> float:
         """Expected seconds of a pilot.
 
         Args:
-            tokens_per_reply: maximum number of tokens of a reply and its prompt.
+            tokens_per_response: maximum number of tokens of a response and its prompt.
             processes: processes of the training, which share the rows of a step.
         """
-        replies = pilot.replies * tokens_per_reply * self.reply_token
+        responses = pilot.responses * tokens_per_response * self.response_token
         rows_of_one = max(pilot.rows / processes, 1.0)
         training = pilot.steps * rows_of_one * pilot.row_tokens * self.row_token
-        return 2 * self.loading + replies + training
+        return 2 * self.loading + responses + training
 
-    def least_budget(self, tokens_per_reply: int, processes: int) -> float:
+    def least_budget(self, tokens_per_response: int, processes: int) -> float:
         """Shortest budget in seconds that can be planned.
 
         The shortest pilot takes :data:`SHARE` of it, and the training has time for the fewest steps that are
         planned.
         """
-        pilot = self.seconds(PILOTS[-1], tokens_per_reply, processes) / SHARE
+        pilot = self.seconds(PILOTS[-1], tokens_per_response, processes) / SHARE
         rows_of_one = max(LEAST_ROWS / processes, 1.0)
         steps = LEAST_STEPS * rows_of_one * ROW_TOKENS * self.row_token
-        training = steps / ((1 - RESERVED - SHARE) * (1 - REPLIES))
+        training = steps / ((1 - RESERVED - SHARE) * (1 - RESPONSES))
         return max(pilot, training)
 
 
-def pilot_for(job: DraftJob, tokens_per_reply: int) -> tuple[Pilot, float]:
+def pilot_for(job: DraftJob, tokens_per_response: int) -> tuple[Pilot, float]:
     """Choose the pilot of a job.
 
     Args:
-        tokens_per_reply: maximum number of tokens of a reply and its prompt.
+        tokens_per_response: maximum number of tokens of a response and its prompt.
 
     Returns:
         The pilot, and its expected seconds.
@@ -106,12 +106,12 @@ def pilot_for(job: DraftJob, tokens_per_reply: int) -> tuple[Pilot, float]:
     """
     config = TrainConfig.model_validate_json(json.dumps(pilot_config(job, PILOTS[0])))
     costs = expected_costs(config, read_target_config(resolve_target(job.target)))
-    pilot = choose_pilot(job.budget_s, costs, tokens_per_reply, job.processes)
+    pilot = choose_pilot(job.budget_s, costs, tokens_per_response, job.processes)
     if pilot is not None:
-        return pilot, costs.seconds(pilot, tokens_per_reply, job.processes)
+        return pilot, costs.seconds(pilot, tokens_per_response, job.processes)
 
     step_s = costs.step_flops / costs.flops_per_s / EXPECTED_EFFICIENCY
-    least = math.ceil(costs.least_budget(tokens_per_reply, job.processes) / 60)
+    least = math.ceil(costs.least_budget(tokens_per_response, job.processes) / 60)
     raise UserError(
         f"--budget {job.budget} is too short for {job.target} on this machine: a step of training takes "
         f"about {step_s:.1f} s ({costs.step_flops / 1e9:.0f} GFLOP at {EXPECTED_EFFICIENCY:.0%} of "
@@ -131,19 +131,19 @@ def _duration(minutes: int) -> str:
 
 
 def choose_pilot(
-    budget_s: float, costs: ExpectedCosts, tokens_per_reply: int, processes: int
+    budget_s: float, costs: ExpectedCosts, tokens_per_response: int, processes: int
 ) -> Pilot | None:
     """The most exact pilot that takes at most :data:`SHARE` of a budget; None if the budget is too short."""
-    if budget_s < costs.least_budget(tokens_per_reply, processes):
+    if budget_s < costs.least_budget(tokens_per_response, processes):
         return None
     for pilot in PILOTS:
-        if costs.seconds(pilot, tokens_per_reply, processes) <= SHARE * budget_s:
+        if costs.seconds(pilot, tokens_per_response, processes) <= SHARE * budget_s:
             return pilot
     return None
 
 
 def expected_costs(config: TrainConfig, target: TargetConfig) -> ExpectedCosts:
-    """Expected costs of replies of ``target`` and of training by ``config``, without weights or data."""
+    """Expected costs of responses of ``target`` and of training by ``config``, without weights or data."""
     # The rate of a matmul in the precision of the run; "auto" is bfloat16 on a GPU.
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -159,12 +159,12 @@ def expected_costs(config: TrainConfig, target: TargetConfig) -> ExpectedCosts:
     work = make_workload(config, tokens, SUPERVISED * tokens, LEAST_ROWS, ROW_TOKENS / 2)
     seconds = costs.step_seconds(work, 1, ProcessLayout(), Rates(rate * EXPECTED_EFFICIENCY))
 
-    # A token of a reply is multiplied with every active weight and the output layer.
+    # A token of a response is multiplied with every active weight and the output layer.
     active, total = num_weights(target)
     active += target.hidden_size * target.vocab_size
     return ExpectedCosts(
         loading=START_S + 4 * total / READ_BYTES_PER_S,
-        reply_token=2 * active / (rate * DECODING_EFFICIENCY),
+        response_token=2 * active / (rate * DECODING_EFFICIENCY),
         row_token=seconds / tokens,
         step_flops=seconds * rate * EXPECTED_EFFICIENCY,
         flops_per_s=rate,

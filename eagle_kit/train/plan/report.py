@@ -22,7 +22,7 @@ from eagle_kit.train.plan.plan import (
 from eagle_kit.train.run.new_head import head_architecture
 
 ASSUMPTIONS = (
-    "Estimates: nothing here has run on a GPU. Memory is for rows full of replies (of blocks, "
+    "Estimates: nothing here has run on a GPU. Memory is for rows full of responses (of blocks, "
     "with an anchor at every token), and may fill "
     f"{USABLE:.0%} of a GPU; speed assumes {UTILISATION:.0%} of the data sheet's FLOP/s and "
     f"{SUPERVISED_SHARE:.0%} supervised tokens, validation not counted."

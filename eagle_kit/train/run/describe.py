@@ -234,8 +234,8 @@ def validation_line(row: dict[str, Any], num_worse: int = 0, patience: int | Non
         text += ", the best so far"
     elif patience is not None:
         text += f", {num_worse} of {patience} without a better one"
-    if row["num_different_replies"]:
-        text += f"; {row['num_different_replies']} replies differ from plain decoding"
+    if row["num_different_responses"]:
+        text += f"; {row['num_different_responses']} responses differ from plain decoding"
     return f"{text} [{format_seconds(row['seconds'])}]"
 
 

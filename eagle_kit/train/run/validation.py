@@ -79,7 +79,7 @@ class ValidationResult:
         # Counts.
         figures["num_verifies"] = {shape: stats.num_verifies for shape, stats in self.decoded.items()}
         figures["vocab_coverage"] = self.num_sayable / self.num_tokens if self.num_tokens else None
-        figures["num_different_replies"] = self.num_different
+        figures["num_different_responses"] = self.num_different
         return figures
 
 
@@ -103,7 +103,7 @@ class Validator:
         categories: category of each prompt; None puts all prompts in one.
 
     Attributes:
-        replies: token ids of the target's plain greedy responses; None before the first validation.
+        responses: token ids of the target's plain greedy responses; None before the first validation.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Validator:
         self.config = config
         self.prompts = list(prompts)
         self.categories = ["all"] * len(prompts) if categories is None else list(categories)
-        self.replies: list[list[int]] | None = None
+        self.responses: list[list[int]] | None = None
 
         # The context has room for the longest prompt and its response.
         longest = max((len(prompt) for prompt in self.prompts), default=1)
@@ -137,9 +137,9 @@ class Validator:
         # Plain greedy responses, once for all validations.
         llm = LLM(self.target, head, self._engine_config)
         assert llm.head is not None
-        if self.replies is None:
-            self.replies = self._decode_plainly(llm)
-        responses = self.replies
+        if self.responses is None:
+            self.responses = self._decode_plainly(llm)
+        responses = self.responses
 
         # Decode in every shape.
         different = set()

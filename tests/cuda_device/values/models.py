@@ -116,7 +116,7 @@ def serve_all(llm: LLM, requests: list[Request], shape: str | None = None) -> li
 
 
 def compare(target: Target, expected: Sequence[Request], found: Sequence[Request]) -> int:
-    """Compare what the device served with what the CPU did, an aborted reply as far as it goes.
+    """Compare what the device served with what the CPU did, an aborted response as far as it goes.
 
     Args:
         target: on the CPU, for the gap between tokens where two greedy texts part.
@@ -143,7 +143,7 @@ def compare(target: Target, expected: Sequence[Request], found: Sequence[Request
 
 def compare_logprobs(one: Request, other: Request) -> None:
     """Compare the log-probabilities of two requests of the same text."""
-    for mine, theirs in zip(one.reply.logprobs, other.reply.logprobs, strict=False):
+    for mine, theirs in zip(one.response.logprobs, other.response.logprobs, strict=False):
         assert abs(mine.logprob - theirs.logprob) < MOST_LOGPROB_DIFFERENCE
         values = [value for _, value in mine.top]
         others = [value for _, value in theirs.top]
@@ -151,7 +151,7 @@ def compare_logprobs(one: Request, other: Request) -> None:
         for value, other_value in zip(values, others, strict=True):
             assert abs(value - other_value) < MOST_LOGPROB_DIFFERENCE
     if other.params.logprobs is not None:
-        assert len(other.reply.logprobs) == len(other.token_ids)
+        assert len(other.response.logprobs) == len(other.token_ids)
 
 
 @torch.inference_mode()

@@ -54,9 +54,9 @@ def test_turns_of_a_chat_go_on_in_other_shapes(models):
     shapes = ("3,1,4", "none", "3,2,6", "1,1,2", "4,2,8 2:3,1,4 3:none", "3,1,4")
     for turn, shape in enumerate(shapes):
         want = texts_of(plain, mixed(3 * turn, chats, 8))
-        replies = texts_of(llm, mixed(3 * turn, chats, 8), shape)
-        assert replies == want, f"turn {turn}, in the shape {shape}"
-        chats = [[*chat, *reply, turn] for chat, reply in zip(chats, want, strict=True)]
+        responses = texts_of(llm, mixed(3 * turn, chats, 8), shape)
+        assert responses == want, f"turn {turn}, in the shape {shape}"
+        chats = [[*chat, *response, turn] for chat, response in zip(chats, want, strict=True)]
     assert llm.engine().totals.num_cached_prompt_tokens > 0
 
 

@@ -57,11 +57,11 @@ class Engines:
         return self.llm.engine().runner
 
     def texts(self) -> list[list[int]]:
-        """Replies of the device."""
+        """Responses of the device."""
         return [out.token_ids for out in self.llm.generate(PROMPTS, PARAMS)]
 
     def finish_reasons(self) -> set[str | None]:
-        """How replies of the device end."""
+        """How responses of the device end."""
         return {out.finish_reason for out in self.llm.generate(PROMPTS, PARAMS)}
 
 

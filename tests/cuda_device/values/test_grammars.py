@@ -80,17 +80,17 @@ def test_texts_of_grammars_are_those_of_plain_decoding_on_the_cpu(made, shape, o
     target = copy.deepcopy(made.target).to("cuda")
     llm = LLM(target, head, tokenizer=made.tokenizer, shape=shape, batch_sizes=(1, 3), **OPTIONS, **options)
     with phase() as found:
-        replies = llm.generate([prompt for prompt, _ in REQUESTS], parameters())
+        responses = llm.generate([prompt for prompt, _ in REQUESTS], parameters())
     llm.engine().check()
 
-    for mine, theirs in zip(replies, made.plain, strict=True):
+    for mine, theirs in zip(responses, made.plain, strict=True):
         assert mine.token_ids == theirs.token_ids
         assert (mine.text, mine.finish_reason) == (theirs.text, theirs.finish_reason)
         for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
             torch.testing.assert_close(one.logprob, other.logprob, rtol=0, atol=1e-4)
-    assert set(json.loads(replies[0].text)) == {"name", "age"}
-    assert re.fullmatch(PAIRS, replies[1].text) and re.fullmatch(PAIRS, replies[2].text)
-    assert {reply.finish_reason for reply in replies} == {"stop", "length"}
+    assert set(json.loads(responses[0].text)) == {"name", "age"}
+    assert re.fullmatch(PAIRS, responses[1].text) and re.fullmatch(PAIRS, responses[2].text)
+    assert {response.finish_reason for response in responses} == {"stop", "length"}
     if head is not None:
         assert llm.engine().totals.spec.accept_length > 1
     assert found.counts["captures"] > 0 and found.counts["graph_launches"] > 0

@@ -38,7 +38,7 @@ def llm_on(device, models, **options) -> LLM:
     return LLM(*copies, **{**sizes, **options})
 
 
-def replies(llm: LLM, params, prompts=PROMPTS, **options) -> list[list[int]]:
+def responses(llm: LLM, params, prompts=PROMPTS, **options) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(prompts, params, **options)]
 
 
@@ -88,12 +88,12 @@ def test_the_inputs_of_the_same_batch_are_copied_once_and_others_whenever_they_c
 
 def test_a_change_of_shape_keeps_graphs_and_texts():
     models = make_models()
-    expected = replies(llm_on("cpu", models, graph_mode="off"), GREEDY, shape="none")
+    expected = responses(llm_on("cpu", models, graph_mode="off"), GREEDY, shape="none")
     llm = llm_on(CUDA, models, shape="none")
     shapes = ("3,1,4", "none", "3,2,6")
-    assert [replies(llm, GREEDY, shape=shape) for shape in shapes] == [expected] * 3
+    assert [responses(llm, GREEDY, shape=shape) for shape in shapes] == [expected] * 3
     num_graphs = llm.engine("none").runner.graphs.num_graphs
-    assert [replies(llm, GREEDY, shape=shape) for shape in shapes] == [expected] * 3
+    assert [responses(llm, GREEDY, shape=shape) for shape in shapes] == [expected] * 3
     assert llm.engine("none").runner.graphs.num_graphs == num_graphs > 0
 
 
@@ -102,30 +102,30 @@ def test_a_request_with_penalties_takes_no_graph_from_the_others():
     penalised = SamplingParams(max_tokens=8, ignore_eos=True, presence_penalty=2.0, logit_bias={7: 5.0})
     params = [GREEDY, penalised]
     eager = llm_on("cpu", models, shape="3,1,4", graph_mode="off")
-    expected = replies(eager, params, PROMPTS[:2])
+    expected = responses(eager, params, PROMPTS[:2])
     llm = llm_on(CUDA, models, shape="3,1,4")
     engine = llm.engine()
     replays = []
     run = engine.runner.graphs.run
     engine.runner.graphs.run = lambda call: replays.append(call.name) or run(call)
-    assert replies(llm, params, PROMPTS[:2]) == expected
+    assert responses(llm, params, PROMPTS[:2]) == expected
     assert len(replays) == sum(engine.totals.shapes.values()) > 0
-    assert expected[1] != replies(eager, GREEDY, PROMPTS[1:2])[0], "the penalties changed nothing"
+    assert expected[1] != responses(eager, GREEDY, PROMPTS[1:2])[0], "the penalties changed nothing"
 
 
 @pytest.mark.parametrize("name", ["narrower", "p-eagle, narrower, in windows"])
 def test_heads_with_parts_that_few_have(name):
     models = make_models(HEADS[name], vocab_size=11)
     prompts = [[5, 6, 7], [9, 10, 1]]
-    expected = replies(llm_on("cpu", models, graph_mode="off"), GREEDY, prompts, shape="none")
-    assert replies(llm_on(CUDA, models, shape="4,1,5"), GREEDY, prompts) == expected
+    expected = responses(llm_on("cpu", models, graph_mode="off"), GREEDY, prompts, shape="none")
+    assert responses(llm_on(CUDA, models, shape="4,1,5"), GREEDY, prompts) == expected
 
 
 def test_a_request_ends_whose_states_are_not_finite_though_its_cycle_was_captured_before():
     models = make_models(tie_word_embeddings=False)
     shape = SpecShape.parse("3,1,4")
     llm = llm_on(CUDA, models, shape="3,1,4")
-    expected = replies(llm, GREEDY)
+    expected = responses(llm, GREEDY)
     known = llm.engine(shape).runner.graphs.num_graphs
     token = expected[0][3]
     with torch.no_grad():

@@ -18,7 +18,7 @@ from tests.cuda_device.values.models import KINDS, Models, compare, make_request
 NUM_EVENTS = 300
 MOST_WAITING = 10
 MOST_PROMPT = 60
-MOST_REPLY = 30
+MOST_RESPONSE = 30
 SHARED = [[(3 * i * i + i) % VOCABULARY for i in range(length)] for length in (17, 32, 33)]
 """Beginnings that prompts share, around the end of a page."""
 POOL = {"max_batch_size": 4, "batch_sizes": (1, 2, 4), "kv_tokens": 144, "max_context": 96}
@@ -63,7 +63,7 @@ def arrival(rng: random.Random, number: int, earlier: list[Request]) -> Request:
         kind = {"bad_words": True}
     if rng.random() < 0.2:
         kind["stop_token_ids"] = (rng.randrange(VOCABULARY),)
-    return make_request(number, prompt, kind, rng.choice((1, 3, 10, 20, MOST_REPLY, MOST_REPLY)))
+    return make_request(number, prompt, kind, rng.choice((1, 3, 10, 20, MOST_RESPONSE, MOST_RESPONSE)))
 
 
 def weather(llm: LLM, seed: int) -> tuple[list[Request], Counter[str]]:

@@ -46,7 +46,7 @@ SMALL = 1e-7
 
 
 class PackedRows:
-    """Packed rows of three documents, of a prompt and a reply each."""
+    """Packed rows of three documents, of a prompt and a response each."""
 
     groups = ("all",)
 
@@ -55,16 +55,16 @@ class PackedRows:
         generator = np.random.default_rng(number)
         length = 37 + 4 * number
         doc_start = np.zeros(length, np.int64)
-        reply = np.full(length, -1)
+        response = np.full(length, -1)
         borders = [0, length // 3, length - 11, length]
         for document in range(3):
             start = borders[document]
             stop = borders[document + 1]
             doc_start[start:stop] = start
-            reply[start + 3 : stop] = document
+            response[start + 3 : stop] = document
         return SimpleNamespace(
             ids=generator.integers(0, DRAFT_VOCAB_SIZE, length),
-            reply=reply,
+            response=response,
             doc_start=doc_start,
             group=np.zeros(length, np.int32),
         )

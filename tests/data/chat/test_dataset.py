@@ -70,21 +70,23 @@ def texts(data: PreparedData, tokenizer: Any) -> list[str]:
 
 def test_rows_hold_every_conversation_once_with_its_mask(tmp_path: Path, tokenizer: Any) -> None:
     source = write(
-        tmp_path / "chats.jsonl", [talk(f"Question {i:02d}?", f"Reply {i:02d}.") for i in range(30)]
+        tmp_path / "chats.jsonl", [talk(f"Question {i:02d}?", f"Response {i:02d}.") for i in range(30)]
     )
     data = prepare(tmp_path, tokenizer, Settings(source))
     joined = "".join(texts(data, tokenizer))
-    assert all(joined.count(f"Question {i:02d}?") == joined.count(f"Reply {i:02d}.") == 1 for i in range(30))
+    assert all(
+        joined.count(f"Question {i:02d}?") == joined.count(f"Response {i:02d}.") == 1 for i in range(30)
+    )
     rows = [data.row(i) for i in range(len(data))]
     assert all(len(row.ids) <= 160 for row in rows)
     assert sum(len(row.ids) for row in rows) == data.num_tokens
-    assert sum(int((row.reply >= 0).sum()) for row in rows) == data.num_supervised_tokens
-    produced = tokenizer.decode(np.concatenate([row.ids[row.reply >= 0] for row in rows]).tolist())
+    assert sum(int((row.response >= 0).sum()) for row in rows) == data.num_supervised_tokens
+    produced = tokenizer.decode(np.concatenate([row.ids[row.response >= 0] for row in rows]).tolist())
     assert "Question" not in produced and produced.count("<|im_end|>") == 30
     assert (data.num_conversations, data.num_skipped, data.heldout_prompts) == (30, 0, [])
 
 
-def test_the_vocabulary_map_counts_reply_tokens_only(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_vocabulary_map_counts_response_tokens_only(tmp_path: Path, tokenizer: Any) -> None:
     source = write(tmp_path / "chats.jsonl", [talk("zzzzzzzz", "aab")] * 3)
     data = prepare(tmp_path, tokenizer, Settings(source), draft_vocab_size=2)
     tokens = data.vocab_map.d2t + np.arange(2)
@@ -108,7 +110,7 @@ def test_a_second_call_reads_the_cache(
     assert second.heldout_prompts == first.heldout_prompts and len(second) == len(first)
     for number in range(len(first)):
         np.testing.assert_array_equal(second.row(number).ids, first.row(number).ids)
-        np.testing.assert_array_equal(second.row(number).reply, first.row(number).reply)
+        np.testing.assert_array_equal(second.row(number).response, first.row(number).response)
     for changed in ({"max_length": 150}, {"eval_conversations": 5}, {"limit": 3}):
         with pytest.raises(AssertionError, match="tokenised again"):
             prepare(tmp_path, tokenizer, replace(settings, **changed))
@@ -169,7 +171,7 @@ def test_held_out_prompts_are_in_no_row(tmp_path: Path, tokenizer: Any) -> None:
 def test_others_with_a_held_out_prompt_are_left_out_where_all_prompts_are_shared(
     tmp_path: Path, tokenizer: Any
 ) -> None:
-    found = [talk(question, f"Reply {i}.") for question in ("One?", "Two?") for i in range(3)]
+    found = [talk(question, f"Response {i}.") for question in ("One?", "Two?") for i in range(3)]
     source = write(tmp_path / "chats.jsonl", found)
     data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1))
     assert data.num_conversations == 3 and "One?" not in "".join(texts(data, tokenizer))
@@ -183,7 +185,7 @@ def test_conversations_with_one_greeting_are_held_out_by_their_later_turns(
     found = []
     for i in range(24):
         first = talk(("Hello", "Hi")[i % 2], "Yes?")["messages"]
-        found.append({"messages": first + talk(f"Question {i:02d}?", f"Reply {i:02d}.")["messages"]})
+        found.append({"messages": first + talk(f"Question {i:02d}?", f"Response {i:02d}.")["messages"]})
     source = write(tmp_path / "chats.jsonl", found)
     data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=2))
     prompts = [tokenizer.decode(prompt) for prompt in data.heldout_prompts]
@@ -202,7 +204,7 @@ def test_conversations_without_their_start_are_learned_but_not_held_out(
     assert "First?" in tokenizer.decode(data.heldout_prompts[0])
     joined = "".join(texts(data, tokenizer))
     assert "Go on?" in joined and "Late." not in joined and data.num_conversations == 2
-    assert len(data.notes) == 1 and "begins with a reply" in data.notes[0]
+    assert len(data.notes) == 1 and "begins with a response" in data.notes[0]
 
 
 def test_another_release_of_a_package_is_tokenised_again(
@@ -244,8 +246,8 @@ def test_skipped_records_are_counted_and_listed(tmp_path: Path, tokenizer: Any) 
     assert data.skip_file.read_text().splitlines() == [
         "# chats.json is cut off after 5 whole conversations",
         "chats.json#2\ta text of one token",
-        "chats.json#3\tno reply within the length limit",
-        "chats.json#4\tan empty reply",
+        "chats.json#3\tno response within the length limit",
+        "chats.json#4\tan empty response",
     ]
     assert data.notes == ["chats.json is cut off after 5 whole conversations"]
 
@@ -255,11 +257,11 @@ def test_skipped_records_are_counted_and_listed(tmp_path: Path, tokenizer: Any) 
     [
         ([], 0, "can be trained on"),
         ([{"a": "?"}, {"a": "?"}], 0, r"input_ids and loss_mask \(2\)"),
-        ([talk("x" * 400)], 0, r"no reply within the length limit \(1\)"),
+        ([talk("x" * 400)], 0, r"no response within the length limit \(1\)"),
         ([talk("a"), talk("b")], 48, "2 are held out, since data.eval_conversations is 48"),
         ([talk("a", "b", finish_reasons=["length"])] * 2, 0, "nothing to learn"),
     ],
-    ids=["empty", "foreign", "no reply", "all held out", "replies of one token"],
+    ids=["empty", "foreign", "no response", "all held out", "responses of one token"],
 )
 def test_data_with_nothing_to_learn_is_refused_and_leaves_no_cache(
     tmp_path: Path, tokenizer: Any, found: list[dict[str, Any]], held: int, cause: str
@@ -271,7 +273,7 @@ def test_data_with_nothing_to_learn_is_refused_and_leaves_no_cache(
 
 
 def test_a_mask_that_covers_everything_is_refused(tmp_path: Path, tokenizer: Any) -> None:
-    """A template that drops the prompt makes every token a reply."""
+    """A template that drops the prompt makes every token a response."""
     tokenizer.chat_template = (
         "{% for m in messages if m['role'] == 'assistant' %}{{ m['content'] }}<|im_end|>{% endfor %}"
     )
@@ -358,16 +360,16 @@ def test_sources_of_a_mixture_are_packed_and_held_out_apart(tmp_path: Path, toke
     own = write(tmp_path / "own.jsonl", [talk(f"Own {i:02d}?", category=("a", "b")[i % 2]) for i in range(9)])
     mix = (
         {"source": raw, "weight": 3.0, "limit": 15},
-        {"source": (own,), "name": "replies", "phase": (0.5, 1.0)},
+        {"source": (own,), "name": "responses", "phase": (0.5, 1.0)},
     )
     data = prepare(tmp_path, tokenizer, Settings(mix=mix, eval_conversations=4))
-    assert [(part.name, part.num_documents) for part in data.parts] == [("raw", 13), ("replies", 7)]
+    assert [(part.name, part.num_documents) for part in data.parts] == [("raw", 13), ("responses", 7)]
     assert data.parts[1].first == data.parts[0].num_rows
     assert sum(part.num_tokens for part in data.parts) == data.num_tokens
     for part, word, other in zip(data.parts, ("Raw", "Own"), ("Own", "Raw"), strict=True):
         text = "".join(texts(data, tokenizer)[part.first : part.first + part.num_rows])
         assert text.count(word) == part.num_documents and other not in text
-    assert data.groups == ["raw", "replies: a", "replies: b"]
+    assert data.groups == ["raw", "responses: a", "responses: b"]
     assert data.heldout_groups == [0, 1, 0, 2], "the sources take turns"
     assert ["Raw" in tokenizer.decode(prompt) for prompt in data.heldout_prompts] == [True, False] * 2
     row = data.row(data.parts[1].first)
@@ -429,10 +431,12 @@ def test_a_question_with_other_tools_begins_otherwise_than_a_held_out_one(
         "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + tokenizer.chat_template
     )
     tools = [[{"name": name}] for name in ("one", "two", "one")]
-    source = write(tmp_path / "a.jsonl", [talk("Time?", f"Reply {i}.", tools=t) for i, t in enumerate(tools)])
+    source = write(
+        tmp_path / "a.jsonl", [talk("Time?", f"Response {i}.", tools=t) for i, t in enumerate(tools)]
+    )
     data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1))
     joined = "".join(texts(data, tokenizer))
-    assert data.num_conversations == 2 and "Reply 0." in joined and "Reply 1." not in joined
+    assert data.num_conversations == 2 and "Response 0." in joined and "Response 1." not in joined
 
 
 def test_sources_hold_out_what_cannot_be_divided_from_the_first_on(tmp_path: Path, tokenizer: Any) -> None:
@@ -559,10 +563,10 @@ def test_sources_of_one_name_are_noted(tmp_path: Path, tokenizer: Any) -> None:
     assert not prepare(tmp_path, tokenizer, Settings(mix=({"source": tuple(files), "name": "one"},))).notes
 
 
-def test_replies_cut_at_the_length_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+def test_responses_cut_at_the_length_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     source = write(tmp_path / "a.jsonl", [talk("Q?", "x" * n) for n in (5, 400)])
     data = prepare(tmp_path, tokenizer, Settings(source, max_length=100))
-    assert data.notes == [f"a reply is cut at max_length: 1 conversations of {source}"]
+    assert data.notes == [f"a response is cut at max_length: 1 conversations of {source}"]
 
 
 THINKING = {"enable_thinking": True}, {"enable_thinking": False}
@@ -582,7 +586,7 @@ def test_modes_of_a_source_are_counted_apart(tmp_path: Path) -> None:
         for start in np.unique(row.doc_start):
             of = row.doc_start == start
             group, text = data.groups[row.group[start]], tokenizer.decode(row.ids[of].tolist())
-            produced = tokenizer.decode(row.ids[of & (row.reply >= 0)].tolist())
+            produced = tokenizer.decode(row.ids[of & (row.response >= 0)].tolist())
             assert ("true" in group) == ("<think>" in produced)
             assert ("a," in group) == (int(re.findall(r"Question (\d+)", text)[0]) < 20)
     one = prepare(tmp_path, tokenizer, Settings(source, chat_template_kwargs=THINKING[1]))
@@ -596,7 +600,7 @@ def test_a_share_of_the_conversations_thinks_and_the_same_ones_again(tmp_path: P
     """70 % of 200 by weight: within four standard deviations, 6.5 of 140 each."""
     tokenizer = tokenizer_for("qwen3")
     source = write(
-        tmp_path / "chats.jsonl", [talk(f"Question {i:03d}?", f"Reply {i:03d}.") for i in range(200)]
+        tmp_path / "chats.jsonl", [talk(f"Question {i:03d}?", f"Response {i:03d}.") for i in range(200)]
     )
     variants = [{"kwargs": THINKING[0], "weight": 0.7}, {"kwargs": THINKING[1], "weight": 0.3}]
     settings = Settings(source, chat_template_kwargs=variants)
@@ -604,8 +608,8 @@ def test_a_share_of_the_conversations_thinks_and_the_same_ones_again(tmp_path: P
 
     def thinking(found: PreparedData) -> set[str]:
         rows = [found.row(i) for i in range(len(found))]
-        produced = "".join(tokenizer.decode(row.ids[row.reply >= 0].tolist()) for row in rows)
-        return set(re.findall(r"</think>\n\n(Reply \d+)", produced))
+        produced = "".join(tokenizer.decode(row.ids[row.response >= 0].tolist()) for row in rows)
+        return set(re.findall(r"</think>\n\n(Response \d+)", produced))
 
     assert 114 < len(thinking(data)) < 166
     (tmp_path / "chats.jsonl").write_text("\n".join(reversed(Path(source).read_text().splitlines())))
@@ -622,7 +626,7 @@ def test_a_source_and_a_record_have_template_arguments_of_their_own(tmp_path: Pa
     mix = ({"source": one, "chat_template_kwargs": THINKING[1]}, {"source": two})
     data = prepare(tmp_path, tokenizer, Settings(mix=mix, chat_template_kwargs=THINKING[0]))
     chats = [data.chat(i) for i in range(3)]
-    produced = [tokenizer.decode(chat.ids[chat.reply >= 0].tolist()) for chat in chats]
+    produced = [tokenizer.decode(chat.ids[chat.response >= 0].tolist()) for chat in chats]
     thought = "<think>\n\n</think>\n\n"
     assert produced == [
         "An answer.<|im_end|>",
@@ -641,7 +645,7 @@ def test_a_turn_with_a_row_of_its_own_is_a_document_of_its_conversation(tmp_path
     data = prepare(tmp_path, tokenizer, Settings(source))
     assert data.num_conversations == 2 and data.parts[0].num_documents == 3
     rows = [data.row(i) for i in range(len(data))]
-    produced = "".join(tokenizer.decode(row.ids[row.reply >= 0].tolist()) for row in rows)
+    produced = "".join(tokenizer.decode(row.ids[row.response >= 0].tolist()) for row in rows)
     assert produced.count("<|im_end|>") == 3 and data.num_skipped == 0
 
 
@@ -656,7 +660,7 @@ def test_conversations_that_hold_a_prompt_of_an_evaluation_set_are_left_out(
     call = {"type": "function", "function": {"name": "ask", "arguments": {"texts": [asked, "now"]}}}
     question = {"role": "user", "content": "Hm?"}
     found = [
-        *(talk(f"Question {i}?", f"Reply {i}.") for i in range(6)),
+        *(talk(f"Question {i}?", f"Response {i}.") for i in range(6)),
         talk(f"Please! {asked.upper()}, and test it."),
         talk("What was asked?", f"It was: {asked}!"),
         {"messages": [question, {"role": "assistant", "content": "", "tool_calls": [call]}]},
@@ -679,7 +683,7 @@ def test_conversations_that_hold_a_prompt_of_an_evaluation_set_are_left_out(
     )
     other = prepare(tmp_path, tokenizer, Settings(source, decontaminate=(str(task),)))
     assert other.num_conversations == 13, "a set that has changed is read anew"
-    # Of several turns, and of the messages before them, all of the user's count and no reply.
+    # Of several turns, and of the messages before them, all of the user's count and no response.
     said = {"role": "assistant", "content": found[-1]["messages"][0]["content"]}
     context = [{"role": "user", "content": earlier}, said, {"role": "user", "content": "Never mind, then"}]
     task.write_text(json.dumps({"messages": context}) + "\n" + json.dumps({"turns": ["Hello", later]}) + "\n")
@@ -696,19 +700,19 @@ def test_an_evaluation_set_that_is_not_there_is_named(tmp_path: Path, tokenizer:
 
 def test_texts_and_tokens_are_rows_beside_conversations(tmp_path: Path, tokenizer: Any) -> None:
     words = "the cat sat on the mat and all in the hall " * 9
-    ids = tokenizer("Question? Reply.", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("Question? Response.", add_special_tokens=False)["input_ids"]
     mask = [0] * 10 + [1] * (len(ids) - 10)
     given = [{"text": words}, {"input_ids": ids, "loss_mask": mask}, talk("Hi?", "Yes.")]
     data = prepare(tmp_path, tokenizer, Settings(write(tmp_path / "all.jsonl", given)))
     *parts, tokens, chat = [data.chat(i) for i in range(len(data._starts) - 1)]
 
     assert all(
-        len(part.ids) <= 160 and part.reply.tolist() == [-1] + [0] * (len(part.ids) - 1) for part in parts
+        len(part.ids) <= 160 and part.response.tolist() == [-1] + [0] * (len(part.ids) - 1) for part in parts
     )
     whole = tokenizer(words)["input_ids"]
     assert np.concatenate([part.ids for part in parts]).tolist() == whole
-    assert tokens.ids.tolist() == ids and (tokens.reply >= 0).tolist() == [bool(one) for one in mask]
-    assert tokenizer.decode(chat.ids[chat.reply >= 0].tolist()) == "Yes.<|im_end|>"
+    assert tokens.ids.tolist() == ids and (tokens.response >= 0).tolist() == [bool(one) for one in mask]
+    assert tokenizer.decode(chat.ids[chat.response >= 0].tolist()) == "Yes.<|im_end|>"
     assert data.num_conversations == 3 and data.num_skipped == 0
 
 
@@ -734,14 +738,14 @@ def test_rows_of_tokens_that_cannot_be_learned_say_why(
         prepare(tmp_path, tokenizer, Settings(write(tmp_path / "a.jsonl", [record])))
 
 
-def test_replies_of_weight_0_are_given_and_not_learned(tmp_path: Path, tokenizer: Any) -> None:
+def test_responses_of_weight_0_are_given_and_not_learned(tmp_path: Path, tokenizer: Any) -> None:
     for key, value in (("weight", 0), ("train", False), ("loss", False)):
         turns = [*talk("One?", "Bad.")["messages"], *talk("Two?", "Good.")["messages"]]
         turns[1][key] = value
         data = prepare(tmp_path, tokenizer, Settings(write(tmp_path / f"{key}.jsonl", [{"messages": turns}])))
         row = data.row(0)
         assert "Bad." in tokenizer.decode(row.ids.tolist())
-        assert tokenizer.decode(row.ids[row.reply >= 0].tolist()) == "Good.<|im_end|>"
+        assert tokenizer.decode(row.ids[row.response >= 0].tolist()) == "Good.<|im_end|>"
         assert "given and not learned" in data.notes[0]
 
 
@@ -764,7 +768,7 @@ def test_rows_of_several_processes_are_those_of_one(
     monkeypatch.setattr(documents, "CHUNK", 2)
     several = prepare(tmp_path / "several", tokenizer, replace(settings, num_workers=2))
     assert several.fingerprint == alone.fingerprint and len(alone) > 2
-    for name in ("ids.npy", "reply.npy", "ends.npy", "rows.json", "summary.json", "skipped.txt"):
+    for name in ("ids.npy", "response.npy", "ends.npy", "rows.json", "summary.json", "skipped.txt"):
         assert (several.folder / name).read_bytes() == (alone.folder / name).read_bytes(), name
 
 

@@ -121,7 +121,7 @@ def read(folder: Path, suffix: str, records: list[dict[str, Any]]) -> tuple[list
     return list(read_conversations(str(path), skipped=skipped)), skipped
 
 
-def test_calls_of_xlam_are_replies_and_its_parameters_a_schema() -> None:
+def test_calls_of_xlam_are_responses_and_its_parameters_a_schema() -> None:
     found = to_conversation(XLAM, "x")
     assert found.messages == AGENT[:2] and found.id == "7"
     assert found.tools[0]["function"]["parameters"] == {
@@ -376,7 +376,7 @@ def test_text_beside_calls_of_hermes_stays_and_every_result_is_a_turn() -> None:
     )
 
 
-def test_replies_that_ended_by_themselves_are_whole() -> None:
+def test_responses_that_ended_by_themselves_are_whole() -> None:
     for reason in ("stop", "tool_calls", "function_call", "eos_token"):
         record = {"messages": [AGENT[0], AGENT[3]], "finish_reasons": ["length", reason]}
         assert to_conversation(record, "x").complete, reason

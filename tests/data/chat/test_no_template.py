@@ -112,10 +112,10 @@ def test_a_file_that_is_no_chat_template_is_one_sentence(tmp_path, content, caus
         read_chat_template(path)
 
 
-def test_replies_to_chats_are_refused_before_weights_are_read_and_files_are_written(base, tmp_path, capsys):
+def test_responses_to_chats_are_refused_before_weights_are_read_and_files_are_written(base, tmp_path, capsys):
     (base / "model.safetensors").unlink()
     chats = make_conversations(tmp_path / "chats.jsonl")
-    out = tmp_path / "out" / "replies.jsonl"
+    out = tmp_path / "out" / "responses.jsonl"
     command = ["data", "regenerate", "--target", str(base), "--source", str(chats), "--out", str(out)]
     assert main(command) == 2
     assert "no chat template" in capsys.readouterr().err and not out.parent.exists()

@@ -1,4 +1,4 @@
-"""Packing keeps every document whole and once, never overfills a row, and keeps replies apart."""
+"""Packing keeps every document whole and once, never overfills a row, and keeps responses apart."""
 
 import random
 
@@ -51,12 +51,12 @@ def test_a_document_longer_than_a_row_is_a_mistake_of_the_caller() -> None:
         pack([5, 9], 8)
 
 
-def chat(reply: list[int], first_id: int) -> TokenizedChat:
-    ids = np.arange(first_id, first_id + len(reply), dtype=np.int32)
-    return TokenizedChat(ids, np.array(reply, dtype=np.int32))
+def chat(response: list[int], first_id: int) -> TokenizedChat:
+    ids = np.arange(first_id, first_id + len(response), dtype=np.int32)
+    return TokenizedChat(ids, np.array(response, dtype=np.int32))
 
 
-def test_replies_are_unique_and_borders_are_known() -> None:
+def test_responses_are_unique_and_borders_are_known() -> None:
     row = join(
         [
             chat([-1, 0, 0, -1, 1], 10),
@@ -68,12 +68,12 @@ def test_replies_are_unique_and_borders_are_known() -> None:
     )
     assert row.group.tolist() == [3] * 5 + [0] * 2 + [3] * 2 + [1] * 7
     assert row.ids.tolist() == [10, 11, 12, 13, 14, 20, 21, 30, 31, *range(40, 47)]
-    assert row.reply.tolist() == [-1, 0, 0, -1, 1, -1, -1, -1, 2, -1, 3, -1, 4, 4, -1, 5]
+    assert row.response.tolist() == [-1, 0, 0, -1, 1, -1, -1, -1, 2, -1, 3, -1, 4, 4, -1, 5]
     assert row.doc_start.tolist() == [0] * 5 + [5] * 2 + [7] * 2 + [9] * 7
-    assert row.ids.dtype == row.reply.dtype == row.doc_start.dtype == row.group.dtype == np.int32
+    assert row.ids.dtype == row.response.dtype == row.doc_start.dtype == row.group.dtype == np.int32
 
 
 def test_joining_leaves_the_documents_as_they_were() -> None:
     one, other = chat([-1, 0], 1), chat([-1, 0], 5)
     join([one, other], [0, 0])
-    assert other.reply.tolist() == [-1, 0]
+    assert other.response.tolist() == [-1, 0]

@@ -31,14 +31,14 @@ def chat(tokenizer: Any) -> TokenizedChat:
     return row
 
 
-def test_without_colour_replies_stand_in_brackets(tokenizer: Any, chat: TokenizedChat) -> None:
+def test_without_colour_responses_stand_in_brackets(tokenizer: Any, chat: TokenizedChat) -> None:
     assert preview(chat, tokenizer, color=False) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Yes<|im_end|>⟧"
         "\n<|im_start|>user\nSo<|im_end|>\n<|im_start|>assistant\n⟦No<|im_end|>⟧"
     )
 
 
-def test_with_colour_replies_are_green_and_the_rest_dim(tokenizer: Any, chat: TokenizedChat) -> None:
+def test_with_colour_responses_are_green_and_the_rest_dim(tokenizer: Any, chat: TokenizedChat) -> None:
     text = preview(chat, tokenizer, color=True)
     assert f"{GREEN}Yes<|im_end|>{RESET}{DIM}\n<|im_start|>user\nSo<|im_end|>" in text
     assert text.count(GREEN) == text.count(DIM) == 2 and text.count(RESET) == 4 and "⟦" not in text
@@ -55,8 +55,8 @@ def test_output_that_is_no_terminal_gets_no_colour(
     assert "\033" not in preview(chat, tokenizer)
 
 
-def test_a_chat_without_replies_has_no_marks(tokenizer: Any, chat: TokenizedChat) -> None:
-    chat.reply[:] = -1
+def test_a_chat_without_responses_has_no_marks(tokenizer: Any, chat: TokenizedChat) -> None:
+    chat.response[:] = -1
     assert "⟦" not in preview(chat, tokenizer, color=False)
 
 

@@ -1,4 +1,4 @@
-"""Rows of published chat formats are what serving sends and would get: before every reply stand the tokens
+"""Rows of published chat formats are what serving sends and would get: before every response stand the tokens
 that our server, and transformers, make of the messages before it."""
 
 import json
@@ -74,20 +74,20 @@ def of_transformers(tokenizer: Any, messages: list[dict], tools: list[dict], kwa
 
 
 def prove(name: str, messages: list[dict], tools: list[dict] = (), **kwargs: Any) -> list[list[str]]:
-    """Hold every row to serving -> the replies of each row as text."""
+    """Hold every row to serving -> the responses of each row as text."""
     tokenizer = tokenizer_for(name)
     record = {"messages": messages, "tools": list(tools), "chat_template_kwargs": kwargs}
     rows = rows_of(name, to_conversation(record, "x"))
     turns = iter(i for i, message in enumerate(messages) if message["role"] == "assistant")
     for row in rows:
-        for number in range(int(row.reply.max()) + 1):
-            span, turn = np.flatnonzero(row.reply == number), next(turns)
+        for number in range(int(row.response.max()) + 1):
+            span, turn = np.flatnonzero(row.response == number), next(turns)
             before = row.ids[: span[0]].tolist()
             assert before == served(tokenizer, messages[:turn], list(tools), kwargs)
             assert before == of_transformers(tokenizer, messages[:turn], list(tools), kwargs)
             assert (np.diff(span) == 1).all()
     assert next(turns, None) is None
-    return [replies(tokenizer, row) for row in rows]
+    return [responses(tokenizer, row) for row in rows]
 
 
 def rows_of(
@@ -97,9 +97,9 @@ def rows_of(
     return ChatRenderer(tokenizer_for(name)).tokenize_chat(conversation, 10_000, remarks)
 
 
-def replies(tokenizer: Any, row: TokenizedChat) -> list[str]:
-    numbers = range(int(row.reply.max()) + 1)
-    return [tokenizer.decode(row.ids[row.reply == number].tolist()) for number in numbers]
+def responses(tokenizer: Any, row: TokenizedChat) -> list[str]:
+    numbers = range(int(row.response.max()) + 1)
+    return [tokenizer.decode(row.ids[row.response == number].tolist()) for number in numbers]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -110,7 +110,7 @@ def test_a_plain_talk(name: str) -> None:
     before = opened.get(name, "<|channel|>final<|message|>" if name == "harmony" else "")
     expected = [[f"{before}{text}{end}"] for text in said]
     shares = name in ("chatml", "hermes", "llama3", "gemma")
-    assert prove(name, TALK) == ([[reply for row in expected for reply in row]] if shares else expected)
+    assert prove(name, TALK) == ([[response for row in expected for response in row]] if shares else expected)
 
 
 def test_thoughts_of_qwen3_are_dropped_later_on_so_each_turn_has_a_row() -> None:
@@ -157,7 +157,7 @@ def test_thoughts_that_deepseek_r1_never_renders_are_written_as_the_model_writes
         ("chatml", {}, {"content": "It is"}, "It is"),
     ],
 )
-def test_a_reply_cut_off_in_its_thought_is_learned_as_it_was_generated(
+def test_a_response_cut_off_in_its_thought_is_learned_as_it_was_generated(
     name: str, kwargs: dict, message: dict, expected: str
 ) -> None:
     """An earlier whole turn, then the cut one; behind its prompt stands what the target wrote and no more."""
@@ -166,17 +166,17 @@ def test_a_reply_cut_off_in_its_thought_is_learned_as_it_was_generated(
     record = {"messages": messages, "chat_template_kwargs": kwargs, "finish_reasons": ["stop", "length"]}
     row = rows_of(name, to_conversation(record, "x"))[-1]
     tokenizer = tokenizer_for(name)
-    assert replies(tokenizer, row)[-1] == expected
-    before = row.ids[: np.flatnonzero(row.reply == row.reply.max())[0]].tolist()
+    assert responses(tokenizer, row)[-1] == expected
+    before = row.ids[: np.flatnonzero(row.response == row.response.max())[0]].tolist()
     assert before == served(tokenizer, messages[:3], [], kwargs)
 
 
 def test_thoughts_of_harmony_are_messages_of_their_own_channel() -> None:
-    def reply(thought: str, text: str) -> str:
+    def response(thought: str, text: str) -> str:
         analysis = f"<|channel|>analysis<|message|>{thought}<|end|>"
         return f"{analysis}<|start|>assistant<|channel|>final<|message|>{text}<|return|>"
 
-    expected = [[reply("Add them.", "Four.")], [reply("4 + 3 = 7", "Seven.")]]
+    expected = [[response("Add them.", "Four.")], [response("4 + 3 = 7", "Seven.")]]
     assert prove("harmony", THOUGHTS) == prove("harmony", THOUGHTS, reasoning_effort="high") == expected
 
 
@@ -274,23 +274,25 @@ def test_calls_in_regenerated_text_are_learned_as_the_target_wrote_them(name: st
     record = {"messages": messages, "tools": [TOOL], "finish_reasons": ["stop", "stop"]}
     remarks: Counter[str] = Counter()
     rows = rows_of(name, to_conversation(record, "x"), remarks)
-    assert [reply for row in rows for reply in replies(tokenizer, row)] == [said + tokenizer.eos_token] * 2
+    assert [response for row in rows for response in responses(tokenizer, row)] == [
+        said + tokenizer.eos_token
+    ] * 2
     last = rows[-1]
-    before = last.ids[: np.flatnonzero(last.reply == last.reply.max())[0]].tolist()
+    before = last.ids[: np.flatnonzero(last.response == last.response.max())[0]].tolist()
     assert before == served(tokenizer, messages[:4], [TOOL], {}) and not remarks
 
 
-def test_regenerated_replies_that_a_template_writes_something_before_are_left_out_and_counted() -> None:
+def test_regenerated_responses_that_a_template_writes_something_before_are_left_out_and_counted() -> None:
     whole = "<think>\nhm\n</think>\n\nFour."
     messages = [THOUGHTS[0], {"role": "assistant", "content": "Four."}, THOUGHTS[2]]
     record = {"messages": messages, "finish_reasons": ["stop"]}
-    with pytest.raises(Unusable, match="renders the regenerated replies otherwise"):
+    with pytest.raises(Unusable, match="renders the regenerated responses otherwise"):
         rows_of("qwen3", to_conversation(record, "x"))
     remarks: Counter[str] = Counter()
     record["messages"] = [*messages, {"role": "assistant", "content": whole}]
     (row,) = rows_of("qwen3", to_conversation(record | {"finish_reasons": ["stop", "stop"]}, "x"), remarks)
-    assert replies(tokenizer_for("qwen3"), row) == [f"{whole}<|im_end|>"]
-    assert remarks == {"regenerated replies that the chat template renders otherwise are left out": 1}
+    assert responses(tokenizer_for("qwen3"), row) == [f"{whole}<|im_end|>"]
+    assert remarks == {"regenerated responses that the chat template renders otherwise are left out": 1}
 
 
 TWO_CALLS = [AGENT[0], AGENT[1] | {"tool_calls": [CALL, CALL | {"id": "call_2"}]}, *AGENT[2:]]

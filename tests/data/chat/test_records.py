@@ -72,7 +72,7 @@ def test_names_of_roles_are_understood(role: str, meaning: str) -> None:
     assert to_conversation(record, "f#1").messages[1]["role"] == meaning
 
 
-def test_a_reply_cut_off_by_its_length_is_marked() -> None:
+def test_a_response_cut_off_by_its_length_is_marked() -> None:
     assert to_conversation(MESSAGES, "x").complete
     for reason in ("length", "context", "error", "abort", "content_filter", "unknown"):
         assert not to_conversation(MESSAGES | {"finish_reasons": ["stop", reason]}, "x").complete
@@ -82,7 +82,7 @@ def test_a_reply_cut_off_by_its_length_is_marked() -> None:
 
 BAD = [
     (["no object"], "not an object"),
-    ({"words": "q"}, "no messages, prompt and reply, text, or input_ids and loss_mask"),
+    ({"words": "q"}, "no messages, prompt and response, text, or input_ids and loss_mask"),
     ({"messages": []}, "no user turn"),
     ({"messages": ["q"]}, "a turn that is not an object"),
     ({"messages": [{"role": "narrator", "content": "q"}]}, "unknown role 'narrator'"),
@@ -113,7 +113,7 @@ def test_unusable_records_are_skipped_counted_and_listed(tmp_path: Path) -> None
     assert len(lines) == 1 + len(BAD)
 
 
-def test_replies_that_answer_nothing_in_the_record_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_responses_that_answer_nothing_in_the_record_are_left_out_and_counted(tmp_path: Path) -> None:
     def turns(*roles: str) -> dict[str, Any]:
         return {"messages": [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]}
 
@@ -134,9 +134,9 @@ def test_replies_that_answer_nothing_in_the_record_are_left_out_and_counted(tmp_
     ]
     assert [conversation.from_start for conversation in found] == [False, False, True]
     assert skipped.rows == [("chats.jsonl:4", "no user turn")]
-    assert skipped.notes == [f"it begins with a reply, which is left out: 2 conversations of {path}"]
+    assert skipped.notes == [f"it begins with a response, which is left out: 2 conversations of {path}"]
     assert read(path, limit=1)[1].notes == [
-        f"it begins with a reply, which is left out: 1 conversations of {path}"
+        f"it begins with a response, which is left out: 1 conversations of {path}"
     ]
 
 

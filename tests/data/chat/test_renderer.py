@@ -45,7 +45,7 @@ KWARGS = {"enable_thinking": True}
 def test_server_regeneration_and_training_render_a_conversation_to_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the replies two share a row of training, and one has a row of its own."""
+    """Of the responses two share a row of training, and one has a row of its own."""
     tokenizer = tokenizer_for("qwen3")
     llm = scripted_llm(tokenizer, max_context=4000)
 
@@ -69,7 +69,7 @@ def test_server_regeneration_and_training_render_a_conversation_to_the_same_toke
 
     monkeypatch.setattr(llm.renderer, "render", noted)
 
-    # Regenerate the replies.
+    # Regenerate the responses.
     source = tmp_path / "source.jsonl"
     out = tmp_path / "out.jsonl"
     record = {"messages": RECORDED, "tools": [TOOL], "chat_template_kwargs": KWARGS}
@@ -88,18 +88,18 @@ def test_server_regeneration_and_training_render_a_conversation_to_the_same_toke
     rows = llm.renderer.tokenize_chat(to_conversation(record, "x"), 10_000, remarks)
     learned = []
     for row in rows:
-        for number in range(row.num_replies):
-            first = int(np.flatnonzero(row.reply == number)[0])
+        for number in range(row.num_responses):
+            first = int(np.flatnonzero(row.response == number)[0])
             learned.append(row.ids[:first].tolist())
-    replies = [tokenizer.decode(row.ids[row.reply >= 0].tolist()) for row in rows]
+    responses = [tokenizer.decode(row.ids[row.response >= 0].tolist()) for row in rows]
     of_training = set(prompts)
     prompts.clear()
-    assert not remarks and replies == [f"{CALLED}<|im_end|>{SAID}<|im_end|>", f"{SAID}<|im_end|>"]
+    assert not remarks and responses == [f"{CALLED}<|im_end|>{SAID}<|im_end|>", f"{SAID}<|im_end|>"]
 
     # Ask a server for the same prompts.
     served = []
     with serving(llm, engine) as server:
-        assert server.service.reply_forms.renderer is llm.renderer
+        assert server.service.response_forms.renderer is llm.renderer
         for turn in turns:
             messages = [dict(message) for message in record["messages"][:turn]]
             for message in messages:

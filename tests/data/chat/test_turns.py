@@ -58,14 +58,14 @@ def agent(num_users: int, num_calls: int, thinks: bool) -> Conversation:
     return Conversation("x", tuple(messages), "x", (TOOL,))
 
 
-def replies_of(conversation: Conversation) -> list[int]:
+def responses_of(conversation: Conversation) -> list[int]:
     return [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
 
 
 def rows_of(tokenizer: Any, conversation: Conversation) -> tuple[list[tuple[list[int], list[int]]], Counter]:
     remarks: Counter[str] = Counter()
     rows = ChatRenderer(tokenizer).tokenize_chat(conversation, 100_000, remarks)
-    return [(row.ids.tolist(), row.reply.tolist()) for row in rows], remarks
+    return [(row.ids.tolist(), row.response.tolist()) for row in rows], remarks
 
 
 CASES = {
@@ -134,7 +134,7 @@ def test_twice_the_turns_are_twice_the_messages_rendered() -> None:
         sizes.clear()
         conversation = talk(num_turns)
         prompts = WindowedPrompts(counted, conversation)
-        texts = [prompts.at(turn).text for turn in replies_of(conversation)]
+        texts = [prompts.at(turn).text for turn in responses_of(conversation)]
         totals.append(sum(sizes))
         last = conversation.prompt(2 * num_turns - 1)
         assert texts[-1] == renderer.render(last, generation_prompt=True)
@@ -142,7 +142,7 @@ def test_twice_the_turns_are_twice_the_messages_rendered() -> None:
 
 
 def test_a_long_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tokenised besides are the texts between an added token and a reply."""
+    """What is tokenised besides are the texts between an added token and a response."""
     renderer = ChatRenderer(tokenizer_for("chatml"))
     tokenized: list[int] = []
     token_ids = renderer.token_ids
@@ -153,5 +153,5 @@ def test_a_long_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(renderer, "token_ids", counted)
     (row,) = renderer.tokenize_chat(talk(40), 100_000, Counter())
-    assert row.reply.max() == 39
+    assert row.response.max() == 39
     assert 0 < sum(tokenized) < 200

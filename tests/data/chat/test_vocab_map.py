@@ -1,4 +1,4 @@
-"""The draft vocabulary is the most frequent reply tokens, and belongs to its tokenizer."""
+"""The draft vocabulary is the most frequent response tokens, and belongs to its tokenizer."""
 
 import os
 from pathlib import Path
@@ -27,14 +27,14 @@ def test_the_most_frequent_tokens_in_the_order_of_their_ids() -> None:
     assert np.flatnonzero(found.t2d).tolist() == [1, 3, 4] and found.t2d.shape == (7,)
     assert found.coverage == pytest.approx(21 / 24) and found.fingerprint == "f"
     assert (found.num_distinct, found.num_seen) == (5, 3)
-    assert found.contents == "the replies have 5 distinct tokens, of which it has 3"
+    assert found.contents == "the responses have 5 distinct tokens, of which it has 3"
 
 
-def test_a_map_says_how_much_of_it_is_in_no_reply() -> None:
+def test_a_map_says_how_much_of_it_is_in_no_response() -> None:
     found = build_vocab_map(np.array([0, 9, 0, 5, 0, 0, 0]), 5, "f", "t")
     assert found.coverage == 1.0, "which says nothing of the other three"
     assert found.contents == (
-        "the replies have 2 distinct tokens, of which it has 2; its other 3 are in no reply"
+        "the responses have 2 distinct tokens, of which it has 2; its other 3 are in no response"
     )
 
 

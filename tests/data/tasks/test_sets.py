@@ -66,11 +66,11 @@ def test_every_line_form_is_read(tmp_path: Path) -> None:
     assert [m["content"] for m in task.prompts[3].messages([])] == ["a", "b", "c"]
 
 
-def test_a_later_turn_carries_the_given_replies() -> None:
+def test_a_later_turn_carries_the_given_responses() -> None:
     prompt = EvalPrompt("p", "c", ("one", "two"))
-    assert [(m["role"], m["content"]) for m in prompt.messages(["reply"])] == [
+    assert [(m["role"], m["content"]) for m in prompt.messages(["response"])] == [
         ("user", "one"),
-        ("assistant", "reply"),
+        ("assistant", "response"),
         ("user", "two"),
     ]
 

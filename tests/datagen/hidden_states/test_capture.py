@@ -64,9 +64,9 @@ def test_the_same_files_elsewhere_are_the_same_target_and_another_config_is_not(
 
 def test_which_positions_need_a_teacher_does_not_depend_on_the_number_of_steps() -> None:
     """So a store serves every ``ttt_length``."""
-    reply = torch.tensor([-1, -1, 0, 0, 0, 0, -1, -1, 1, 1, -1, 2, -1, -1, 3, 3, 3])
+    response = torch.tensor([-1, -1, 0, 0, 0, 0, -1, -1, 1, 1, -1, 2, -1, -1, 3, 3, 3])
     needed = [
-        sorted({int(t) for k, rows in enumerate(supervised_rows(reply, K)) for t in teacher_of(rows, k)})
+        sorted({int(t) for k, rows in enumerate(supervised_rows(response, K)) for t in teacher_of(rows, k)})
         for K in (1, 2, 5, 16)
     ]
     assert needed[0] and needed.count(needed[0]) == len(needed)

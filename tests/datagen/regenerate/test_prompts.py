@@ -123,11 +123,11 @@ def test_a_function_is_completed_from_its_signature_and_docstring(code: str, beg
 
 
 def test_code_is_what_stands_in_fences_whatever_they_name() -> None:
-    reply = (
+    response = (
         '```python title="a.py"\na\nb\nc\n```\nThis is prose.\nSo is this.\nAnd this.\n'
         "  ```{r}\n  d\n    e\n  f\n```\n````md\n```sh\nls\n```\n````\n\n```\n\n\n\n```\n"
     )
-    for text in (reply, reply.replace("\n", "\r\n")):
+    for text in (response, response.replace("\n", "\r\n")):
         turns = [{"role": "user", "content": "Code?"}, {"role": "assistant", "content": text}]
         material = material_of(to_conversation({"id": "0", "messages": turns}, ""))
         assert material.code == (("python", "a\nb\nc"), ("", "d\n  e\nf"), ("md", "```sh\nls\n```"))

@@ -1,4 +1,5 @@
-"""Regeneration: the target's replies in the order of the source, once each, and a broken run that goes on."""
+"""Regeneration: the target's responses in the order of the source, once each, and a broken run that goes
+on."""
 
 import errno
 import json
@@ -47,16 +48,16 @@ class Parrot:
         return [ord(char) for message in prompt.messages for char in message["role"][0] + message["content"]]
 
     def chat(self, prompts, params, on_finish):
-        """Replies finish in an order of their own: every second one first."""
+        """Responses finish in an order of their own: every second one first."""
         for i in [*range(1, len(prompts), 2), *range(0, len(prompts), 2)]:
             self.num_prompts += 1
             if self.fail_after is not None and self.num_prompts > self.fail_after:
                 raise KeyboardInterrupt
             turn = "".join(map(chr, prompts[i])).rpartition("u")[2]
-            reply = " \n" if "say nothing" in turn else turn[::-1]
+            response = " \n" if "say nothing" in turn else turn[::-1]
             ends = {"long": "length", "brim": "context", "ill": "error", "gone": "abort"}
             reason = next((ends[word] for word in ends if word in turn), "stop")
-            on_finish(i, RequestOutput(prompts[i], [ord(char) for char in reply], reply, reason))
+            on_finish(i, RequestOutput(prompts[i], [ord(char) for char in response], response, reason))
 
 
 def _source(folder: Path, dialogues: list[list[str]], system: str | None = None) -> str:
@@ -79,7 +80,7 @@ def _run(llm: Parrot, source: str, out: Path, **options):
     return regenerate(EngineResponder(llm), source, out, RegenerateOptions(**options), progress=False)
 
 
-def test_every_reply_is_the_targets_own_and_later_turns_see_it(tmp_path):
+def test_every_response_is_the_targets_own_and_later_turns_see_it(tmp_path):
     source, out = (
         _source(tmp_path, [["abc", "xyz", "third"], ["q"]], system="be kind"),
         tmp_path / "out.jsonl",
@@ -91,10 +92,10 @@ def test_every_reply_is_the_targets_own_and_later_turns_see_it(tmp_path):
     ]  # fmt: skip
     assert first["finish_reasons"] == ["stop", "stop"] and second["finish_reasons"] == ["stop"]
     assert "".join(map(chr, first["ids"])) == "sbe kinduabcacbauxyzzyx"
-    assert (report.num_written, report.num_found, report.num_reply_tokens) == (2, 0, 7)
+    assert (report.num_written, report.num_found, report.num_response_tokens) == (2, 0, 7)
 
 
-def test_a_records_category_stays_with_its_replies(tmp_path):
+def test_a_records_category_stays_with_its_responses(tmp_path):
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     said = [{"role": "user", "content": "abc"}]
     source.write_text(json.dumps({"id": "a", "category": "translation", "messages": said}) + "\n")
@@ -103,7 +104,7 @@ def test_a_records_category_stays_with_its_replies(tmp_path):
     assert record["category"] == "translation" == to_conversation(record, "").category
 
 
-def test_a_cut_reply_ends_its_conversation(tmp_path):
+def test_a_cut_response_ends_its_conversation(tmp_path):
     out = tmp_path / "out.jsonl"
     _run(Parrot(), _source(tmp_path, [["long", "next"]]), out)
     record = _records(out)[0]
@@ -122,7 +123,9 @@ def test_a_turn_beyond_the_prompt_limit_ends_its_conversation_and_a_first_one_is
     assert json.loads((tmp_path / "out.manifest.json").read_text())["shortened"] == {TOO_LONG: 1}
 
 
-def test_a_reply_longer_than_the_prompt_limit_ends_nothing_where_the_next_prompt_drops_its_thought(tmp_path):
+def test_a_response_longer_than_the_prompt_limit_ends_nothing_where_the_next_prompt_drops_its_thought(
+    tmp_path,
+):
     talk = {"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": "Again"}]}
     llm = Agent(thought="hm " * 400)
     (record,), _, manifest = _ask(tmp_path, [talk], llm, max_prompt_tokens=300)
@@ -225,8 +228,8 @@ def test_a_manifest_that_a_killed_run_did_not_write_is_written(tmp_path):
     assert json.loads(manifest.read_text()) == whole
 
 
-def test_a_run_that_was_killed_before_replies_whose_rest_is_left_out_counts_the_rest_once(tmp_path):
-    """The list of what was left out is written first; the replies are asked for again."""
+def test_a_run_that_was_killed_before_responses_whose_rest_is_left_out_counts_the_rest_once(tmp_path):
+    """The list of what was left out is written first; the responses are asked for again."""
     source = _source(tmp_path, [["a", "long one"], ["b"]])
     out = tmp_path / "out.jsonl"
     _run(Parrot(), source, out, skip_truncated=True)
@@ -287,7 +290,7 @@ def test_what_is_answered_in_order_is_kept_inside_a_group(tmp_path, answered):
     else:
         _run(llm, source, out)
     kept = [record["id"] for record in _records(out)]
-    # 1, 3 and 5 finish first, then 0, 2 and 4; a reply waits for those before it
+    # 1, 3 and 5 finish first, then 0, 2 and 4; a response waits for those before it
     assert kept == [f"c{n}" for n in range({4: 2, 5: 4, 6: 6}.get(answered, 0))]
 
 
@@ -307,9 +310,9 @@ def test_another_file_is_not_appended_to(tmp_path):
     assert len(_records(out)) == 1
 
 
-@pytest.mark.parametrize("name", ["replies.0", "replies"])
+@pytest.mark.parametrize("name", ["responses.0", "responses"])
 def test_a_file_that_training_would_not_read_is_refused(tmp_path, name):
-    """The files beside it would be those of replies.1 too."""
+    """The files beside it would be those of responses.1 too."""
     with pytest.raises(UserError, match="does not end in .jsonl"):
         _run(Parrot(), _source(tmp_path, [["a"]]), tmp_path / name)
 
@@ -351,7 +354,7 @@ def test_a_shard_that_does_not_exist_is_refused(action, capsys):
     assert "--shard is 2/2" in capsys.readouterr().err
 
 
-def test_replies_made_otherwise_or_of_unknown_settings_are_not_appended(tmp_path):
+def test_responses_made_otherwise_or_of_unknown_settings_are_not_appended(tmp_path):
     source, out = _source(tmp_path, [["a"], ["b"], ["c"]]), tmp_path / "out.jsonl"
     _run(Parrot(), source, out, limit=1)
     with pytest.raises(UserError, match=r"temperature 0\.0, but now it is 0\.8"):
@@ -374,7 +377,7 @@ VARIED = {
     "near_duplicates": 0.9,
     "test_prompts": ("What is said in the test?",),
 }
-"""Another value for every option that decides the replies; the first is of ``limit``, which does not."""
+"""Another value for every option that decides the responses; the first is of ``limit``, which does not."""
 SAMPLING = {"max_tokens": 12, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "stop": ("!",)}
 
 
@@ -389,7 +392,7 @@ def test_a_file_is_not_continued_with_another_option(tmp_path, name):
     out = tmp_path / "out.jsonl"
     before = {"skip_refusals": True} if name == "refusals" else {}
     sampling = SamplingParams(max_tokens=512, seed=0)
-    if name == "samples":  # of greedy replies there is one
+    if name == "samples":  # of greedy responses there is one
         sampling = replace(sampling, temperature=0.8)
     _run(Parrot(), source, out, limit=1, sampling=sampling, **before)
     changed = {name: VARIED[name]} if name in VARIED else {}
@@ -472,9 +475,9 @@ def test_a_target_that_is_not_known_is_not_compared(tmp_path):
 def test_the_manifest_counts_all_sessions_and_the_report_this_one(tmp_path):
     source = _source(tmp_path, [["a"], ["bcd"], ["a"], ["ef", "gh"]])
     out = tmp_path / "out.jsonl"
-    assert str(_run(Parrot(), source, out, limit=1)) == "1 reply tokens"
+    assert str(_run(Parrot(), source, out, limit=1)) == "1 response tokens"
     report = _run(Parrot(), source, out)
-    assert str(report) == "7 reply tokens"
+    assert str(report) == "7 response tokens"
     manifest = json.loads((tmp_path / "out.manifest.json").read_text())
     assert manifest["conversations"] == 3
     assert manifest["not_answered"] == {"the same human turns as an earlier conversation": 1}
@@ -483,7 +486,7 @@ def test_the_manifest_counts_all_sessions_and_the_report_this_one(tmp_path):
 
 class Agent:
     """Calls the tool where it is asked for rain, and answers the results; with thinking on it thinks
-    first. Replies at a temperature differ by their seed. The prompt of every reply is kept."""
+    first. Responses at a temperature differ by their seed. The prompt of every response is kept."""
 
     max_batch_size = 2
     max_context = 4000
@@ -502,16 +505,16 @@ class Agent:
             text = self.tokenizer.decode(ids)
             self.prompts.append(text)
             asked = text.rpartition("<|im_start|>user")[2]
-            reply = "I am sorry, but I cannot help with that." if "bomb" in asked else "Dry."
+            response = "I am sorry, but I cannot help with that." if "bomb" in asked else "Dry."
             if "tool_response" not in asked and "Rain" in asked:
-                reply = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+                response = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
             if each.temperature:
-                reply += f" {each.seed % 1000}"
+                response += f" {each.seed % 1000}"
             if not text.endswith("</think>\n\n"):
-                reply = f"<think>\n{self.thought}\n</think>\n\n{reply}"
+                response = f"<think>\n{self.thought}\n</think>\n\n{response}"
             reason = "length" if "novel" in asked else "stop"
-            said = reply + "<|im_end|>" * (reason == "stop")
-            on_finish(i, RequestOutput(ids, self.tokenizer(said)["input_ids"], reply, reason))
+            said = response + "<|im_end|>" * (reason == "stop")
+            on_finish(i, RequestOutput(ids, self.tokenizer(said)["input_ids"], response, reason))
 
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -553,9 +556,9 @@ def test_results_of_tools_stay_where_they_were_recorded_and_rows_are_what_was_as
     rows = llm.renderer.tokenize_chat(conversation, 4000, remarks)
     prompts, said = [], []
     for row in rows:
-        for number in range(row.reply.max() + 1):
-            prompts.append(llm.tokenizer.decode(row.ids[: (row.reply == number).argmax()].tolist()))
-            said.append(llm.tokenizer.decode(row.ids[row.reply == number].tolist()))
+        for number in range(row.response.max() + 1):
+            prompts.append(llm.tokenizer.decode(row.ids[: (row.response == number).argmax()].tolist()))
+            said.append(llm.tokenizer.decode(row.ids[row.response == number].tolist()))
     assert prompts == llm.prompts and not remarks
     thought = "<think>\nhm\n</think>\n\n"
     assert said == [
@@ -600,7 +603,7 @@ THOUGHT = "<|channel|>analysis<|message|>I look,  twice.<|end|>"
          "Wet.<|im_end|>", None),
     ],
 )  # fmt: skip
-def test_replies_are_read_for_later_prompts_and_learned_as_they_were_written(
+def test_responses_are_read_for_later_prompts_and_learned_as_they_were_written(
     tmp_path, name, call, answer, thoughts
 ):
     about = {
@@ -622,9 +625,9 @@ def test_replies_are_read_for_later_prompts_and_learned_as_they_were_written(
         assert (called["reasoning_content"], answered["reasoning_content"]) == thoughts
     prompts, said = [], []
     for row in llm.renderer.tokenize_chat(to_conversation(record, "x"), 4000, remarks):
-        for number in range(row.reply.max() + 1):
-            prompts.append(llm.tokenizer.decode(row.ids[: (row.reply == number).argmax()].tolist()))
-            said.append(llm.tokenizer.decode(row.ids[row.reply == number].tolist()))
+        for number in range(row.response.max() + 1):
+            prompts.append(llm.tokenizer.decode(row.ids[: (row.response == number).argmax()].tolist()))
+            said.append(llm.tokenizer.decode(row.ids[row.response == number].tolist()))
     assert prompts == llm.prompts and not remarks
     assert said == [call, answer]
 
@@ -657,7 +660,7 @@ UNWANTED = [
 ]
 
 
-def test_refusals_and_cut_replies_are_left_out_when_asked_and_not_asked_again(tmp_path):
+def test_refusals_and_cut_responses_are_left_out_when_asked_and_not_asked_again(tmp_path):
     kept, _, manifest = _ask(tmp_path, UNWANTED, out="all")
     assert len(kept) == 4 and manifest["left_out"] == manifest["shortened"] == {}
     llm = Agent()
@@ -666,7 +669,7 @@ def test_refusals_and_cut_replies_are_left_out_when_asked_and_not_asked_again(tm
     records, report, manifest = _ask(tmp_path, UNWANTED, llm, **options)
     assert [r["messages"][0]["content"] for r in records] == ["Hi", "Bye"]
     assert [len(r["messages"]) for r in records] == [2, 2]
-    assert manifest["left_out"] == {"a reply refuses": 1, TRUNCATED: 1}
+    assert manifest["left_out"] == {"a response refuses": 1, TRUNCATED: 1}
     assert manifest["shortened"] == {TRUNCATED: 1} and manifest["conversations"] == 2
     assert len(llm.prompts) == 5 and report.num_written == 1
     straight, _, whole = _ask(tmp_path, UNWANTED, out="straight", **options)
@@ -690,21 +693,21 @@ def test_settings_are_compared_where_everything_was_left_out(tmp_path):
     assert _run(Parrot(), source, out).num_written == 2
 
 
-def test_failed_replies_are_left_out_and_those_cut_by_the_context_when_asked(tmp_path):
+def test_failed_responses_are_left_out_and_those_cut_by_the_context_when_asked(tmp_path):
     turns = [["brim"], ["ill"], ["gone"], ["ok", "ill"], ["ok", "brim", "more"]]
     source = _source(tmp_path, turns)
-    failed = {"a reply ended with error": 1, "a reply ended with abort": 1}
+    failed = {"a response ended with error": 1, "a response ended with abort": 1}
     report = _run(Parrot(), source, tmp_path / "all.jsonl", max_turns=3)
     reasons = {r["id"]: r["finish_reasons"] for r in _records(tmp_path / "all.jsonl")}
     assert reasons == {"c0": ["context"], "c3": ["stop"], "c4": ["stop", "context"]}
-    assert report.left_out == failed and report.shortened == {"a reply ended with error": 1}
+    assert report.left_out == failed and report.shortened == {"a response ended with error": 1}
     report = _run(Parrot(), source, tmp_path / "whole.jsonl", max_turns=3, skip_truncated=True)
     assert [r["finish_reasons"] for r in _records(tmp_path / "whole.jsonl")] == [["stop"], ["stop"]]
     assert report.left_out == {**failed, TRUNCATED: 1}
-    assert report.shortened == {"a reply ended with error": 1, TRUNCATED: 1}
+    assert report.shortened == {"a response ended with error": 1, TRUNCATED: 1}
 
 
-def test_an_empty_reply_is_not_written_and_those_before_it_are_kept(tmp_path):
+def test_an_empty_response_is_not_written_and_those_before_it_are_kept(tmp_path):
     source = _source(tmp_path, [["abc", "say nothing", "more"], ["say nothing"], ["brim, say nothing"]])
     report = _run(Parrot(), source, tmp_path / "out.jsonl", max_turns=3)
     (record,) = _records(tmp_path / "out.jsonl")

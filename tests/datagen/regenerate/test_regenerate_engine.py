@@ -1,4 +1,4 @@
-"""Regeneration through the real engine: the same replies with a draft and without, greedy and drawn."""
+"""Regeneration through the real engine: the same responses with a draft and without, greedy and drawn."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ SAMPLED = ("--temperature", "0.9", "--top-p", "0.95", "--seed", "5")
     "sampling",
     [pytest.param((), id="greedy", marks=pytest.mark.nightly), pytest.param(SAMPLED, id="sampled")],
 )
-def test_a_draft_a_batch_and_a_stop_change_no_reply(
+def test_a_draft_a_batch_and_a_stop_change_no_response(
     regenerate: Callable, capsys: pytest.CaptureFixture[str], sampling: tuple[str, ...]
 ) -> None:
     plain = regenerate("plain", *sampling)
@@ -47,7 +47,7 @@ def test_a_draft_a_batch_and_a_stop_change_no_reply(
     assert [record for pair in zip(*parts, strict=True) for record in pair] == plain
 
 
-def test_another_seed_draws_other_replies_and_greedy_ones_are_others(regenerate: Callable) -> None:
+def test_another_seed_draws_other_responses_and_greedy_ones_are_others(regenerate: Callable) -> None:
     first, second = regenerate("first", *SAMPLED), regenerate("second", *SAMPLED[:-1], "6")
     greedy = regenerate("greedy")
     assert first != second and greedy not in (first, second)
@@ -66,24 +66,24 @@ def test_another_seed_draws_other_replies_and_greedy_ones_are_others(regenerate:
 def test_a_file_is_not_continued_with_other_sampling_params(
     regenerate: Callable, capsys: pytest.CaptureFixture[str], change: tuple[str, ...], shown: str
 ) -> None:
-    before = regenerate("replies", *SAMPLED, "--limit", "2")
-    assert regenerate("replies", *SAMPLED, *change, code=2) == before
+    before = regenerate("responses", *SAMPLED, "--limit", "2")
+    assert regenerate("responses", *SAMPLED, *change, code=2) == before
     assert shown in capsys.readouterr().err
 
 
-def test_replies_of_other_weights_are_not_appended(
+def test_responses_of_other_weights_are_not_appended(
     regenerate: Callable, make_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import shutil
 
     from safetensors.torch import load_file, save_file
 
-    before = regenerate("replies", "--limit", "2")
+    before = regenerate("responses", "--limit", "2")
     target = make_run().folder / "target"
     other = target.with_name("tuned")
     shutil.copytree(target, other)
     weights = load_file(other / "model.safetensors")
     tuned = {name: weight * 1.5 for name, weight in weights.items()}
     save_file(tuned, other / "model.safetensors", {"format": "pt"})
-    assert regenerate("replies", "--target", str(other), code=2) == before
+    assert regenerate("responses", "--target", str(other), code=2) == before
     assert "were made with target " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Replies of servers: order, retries, refusals, a server that dies, reasoning and token ids."""
+"""Responses of servers: order, retries, refusals, a server that dies, reasoning and token ids."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.datagen.regenerate import server as module
 from eagle_kit.datagen.regenerate.files import NotWritten
 from eagle_kit.datagen.regenerate.regenerate import TOO_LONG
-from eagle_kit.datagen.regenerate.responder import Reply
+from eagle_kit.datagen.regenerate.responder import Response
 
 
 class Script:
@@ -120,7 +120,7 @@ def ask(source, url, *arguments):
     return code, [json.loads(line) for line in records]
 
 
-def test_conversations_come_in_order_and_later_turns_see_earlier_replies(source):
+def test_conversations_come_in_order_and_later_turns_see_earlier_responses(source):
     script = Script()
     with serving(script) as url:
         code, records = ask(source, url, "--temperature", "0.7", "--top-p", "0.9", "--seed", "3")
@@ -144,7 +144,7 @@ def test_passing_failures_are_retried(source):
     assert code == 0 and len(records) == 20 and len(script.bodies) > 40
 
 
-def test_settings_of_replies_are_sent_and_an_address_may_end_in_v1(source):
+def test_settings_of_responses_are_sent_and_an_address_may_end_in_v1(source):
     script = Script()
     sampling = ("--temperature", "0.7", "--top-k", "5", "--min-p", "0.1")
     with serving(script) as url:
@@ -391,27 +391,27 @@ def responder_of(answer, monkeypatch):
     return module.ServerResponder(module.ServerOptions("http://127.0.0.1:1", model="m", concurrency=4))
 
 
-def test_replies_under_way_are_taken_after_an_unexpected_error(monkeypatch):
+def test_responses_under_way_are_taken_after_an_unexpected_error(monkeypatch):
     def answer(number):
         if number == 0:
             raise RuntimeError("unexpected")
-        return Reply("a", "stop", 1)
+        return Response("a", "stop", 1)
 
     taken = []
     with pytest.raises(RuntimeError, match="unexpected"):
         responder_of(answer, monkeypatch).answer(
-            range(9), range(9), lambda number, reply: taken.append(number)
+            range(9), range(9), lambda number, response: taken.append(number)
         )
     assert taken == [1, 2, 3]
 
 
-def test_nothing_is_taken_after_a_reply_that_cannot_be_written(monkeypatch):
-    def take(number, reply):
+def test_nothing_is_taken_after_a_response_that_cannot_be_written(monkeypatch):
+    def take(number, response):
         taken.append(number)
         if number == 1:
             raise NotWritten("The disk is full.", "Free some space.")
 
     taken = []
     with pytest.raises(NotWritten):
-        responder_of(lambda number: Reply("a", "stop", 1), monkeypatch).answer(range(9), range(9), take)
+        responder_of(lambda number: Response("a", "stop", 1), monkeypatch).answer(range(9), range(9), take)
     assert taken == [0, 1]

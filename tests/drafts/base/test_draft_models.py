@@ -153,7 +153,7 @@ def test_every_node_of_a_tree_is_that_of_the_published_forward(target, kind, tre
 
 @pytest.fixture(scope="module")
 def plain(target):
-    """Replies of plain decoding."""
+    """Responses of plain decoding."""
     return [r.token_ids for r in decode(target, None, None)]
 
 
@@ -207,7 +207,7 @@ def test_a_draft_with_another_number_of_rows_proposes_what_both_have(target, voc
     options = {"sampled_drafts": True} if "sampled_drafts" in params else {}
     sampling = {name: value for name, value in params.items() if name != "sampled_drafts"}
 
-    def replies(draft, shape):
+    def responses(draft, shape):
         sizes = resolved(2, 256, kv_tokens=800, page_size=4, **options)
         engine = Engine(target, draft, sizes)
         engine.use_shape(SpecShape.parse(shape))
@@ -217,12 +217,12 @@ def test_a_draft_with_another_number_of_rows_proposes_what_both_have(target, voc
         return requests
 
     draft = StandaloneDraftModel(of_size(target, vocab_size), None, target.config.vocab_size)
-    drafted = replies(draft, shape)
+    drafted = responses(draft, shape)
     if not options:  # sampled drafts keep the distribution and not the text
-        assert [r.token_ids for r in drafted] == [r.token_ids for r in replies(None, None)]
+        assert [r.token_ids for r in drafted] == [r.token_ids for r in responses(None, None)]
     assert draft.draft_vocab_size == min(vocab_size, 11)
     if vocab_size > 11 and not params:
-        own = replies(StandaloneDraftModel(target), shape)
+        own = responses(StandaloneDraftModel(target), shape)
         assert [r.stats.spec.histogram for r in drafted] == [r.stats.spec.histogram for r in own]
     if vocab_size < 11:
         emitted = {token for r in drafted for token in r.token_ids} | {t for p in PROMPTS for t in p}

@@ -28,7 +28,7 @@ from eagle_kit.engine.calibrate import policies as tune
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.request import Request
 from eagle_kit.eval.diagnose.chain import Source, draft_chains
-from eagle_kit.eval.diagnose.row import PromptReply, compute_states, pack
+from eagle_kit.eval.diagnose.row import PromptResponse, compute_states, pack
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.ops.backend import use
@@ -143,7 +143,7 @@ def test_every_chain_is_that_of_the_published_forward(pairs, tmp_path, name):
         assert draft.tree.tokens[0, 1:].tolist() == best_chain(head, probs, int(text[length]), steps)
     prompt = len(request.prompt_ids)
     table = match_table(target, head, text, prompt, steps)
-    row = pack([PromptReply(request.prompt_ids, request.token_ids)])
+    row = pack([PromptResponse(request.prompt_ids, request.token_ids)])
     reading = draft_chains(head, Source(target, row, compute_states(target, row, head.capture)), steps)
     for length, draft, _ in (each for each in made if each.length + steps < len(text)):
         right = (draft.tree.tokens[0, 1:] == text[length + 1 : length + 1 + steps]).long().cumprod(0)
@@ -191,7 +191,7 @@ def test_every_tree_has_the_most_likely_paths_of_the_published_forward(pairs, tm
 
 @pytest.fixture(scope="module")
 def plain(target):
-    """Replies of plain decoding."""
+    """Responses of plain decoding."""
     return texts(decode((target, None)))
 
 
@@ -225,7 +225,7 @@ def test_a_batch_keeps_the_candidates_of_its_own_shape(pairs, plain, name):
     requests = [Request(i, list(p), SamplingParams(max_tokens=10 + 7 * i)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
     assert set(kept) == {(1, 4, 3), (2, 2, 1)}
-    assert texts(requests) == [reply[: 10 + 7 * i] for i, reply in enumerate(plain)]
+    assert texts(requests) == [response[: 10 + 7 * i] for i, response in enumerate(plain)]
     assert engine.runner.slots.draft.tokens.shape[1:] == (4, 3)
 
 
@@ -244,7 +244,7 @@ def test_confidences_are_computed_where_they_are_read(pairs, monkeypatch, lag, i
 @pytest.mark.parametrize(
     ("name", "shape"), [("p-eagle", "4,1,5"), ("dflash", "4,3,14"), ("dspark", "4,3,14")]
 )
-def test_replies_match_their_grammar(tmp_path, name, shape):
+def test_responses_match_their_grammar(tmp_path, name, shape):
     target = load_target(make_target(tmp_path / "target"))
     head, tokenizer = HEADS[name][0](target, seed=250), load_tokenizer(tmp_path / "target")
     llm = LLM(target, head, tokenizer=tokenizer, max_context=300, max_batch_size=2, shape=shape)
@@ -270,7 +270,7 @@ def test_shapes_are_chosen_among_chains_and_trees(pairs, plain, name, monkeypatc
     llm = LLM(*pairs[name], max_context=128, max_batch_size=2)
     assert llm.chooses_shapes and str(llm.default_shape) == "5,1,6"
     outputs = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=30, ignore_eos=True))
-    assert [output.token_ids for output in outputs] == [reply[:30] for reply in plain[:2]]
+    assert [output.token_ids for output in outputs] == [response[:30] for response in plain[:2]]
     assert {shape.topk for shape in llm.engine().shapes.shapes} > {1}
 
 
@@ -294,7 +294,7 @@ def test_what_they_cannot_draft_is_refused(pairs, name, options, message):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dflash, sliding", "dspark, gated"])
 def test_kernels_draft_the_same(pairs, triton_device, name):
-    """Every proposal and reply of Triton's kernels under the interpreter is that of the references."""
+    """Every proposal and response of Triton's kernels under the interpreter is that of the references."""
 
     def run():
         engine = make_engine(pairs[name], page_size=4)

@@ -37,15 +37,15 @@ def generate(target, head, shape, prompts=PROMPTS):
 @pytest.mark.parametrize("shape", ["3,1,4", "3,3,9"])
 def test_text_stays(models, shape):
     target, windowed, _ = models
-    wanted = [reply.token_ids for reply in generate(target, None, "none")]
-    assert [reply.token_ids for reply in generate(target, windowed, shape)] == wanted
+    wanted = [response.token_ids for response in generate(target, None, "none")]
+    assert [response.token_ids for response in generate(target, windowed, shape)] == wanted
 
 
 def test_a_chain_accepts_what_the_simulation_says(models):
     target, windowed, whole = models
-    reply = generate(target, windowed, "3,1,4", PROMPTS[:1])[0]
+    response = generate(target, windowed, "3,1,4", PROMPTS[:1])[0]
     tables = [
-        match_table(target, head, torch.tensor([*PROMPTS[0], *reply.token_ids]), len(PROMPTS[0]), 3)
+        match_table(target, head, torch.tensor([*PROMPTS[0], *response.token_ids]), len(PROMPTS[0]), 3)
         for head in (windowed, whole)
     ]
     assert not tables[0].equal(tables[1]), "the window changes what is drafted"
@@ -53,8 +53,8 @@ def test_a_chain_accepts_what_the_simulation_says(models):
     while row < len(table) - 4:
         row += int(table[row].long().cumprod(0).sum()) + 1
         cycles += 1
-    assert reply.stats.accept_length > 1.3
-    assert abs(cycles - reply.stats.num_verifies) <= 4  # the last tokens of the reply have no row
+    assert response.stats.accept_length > 1.3
+    assert abs(cycles - response.stats.num_verifies) <= 4  # the last tokens of the response have no row
 
 
 def chain_by_hand(head, features, embeds, root, steps):

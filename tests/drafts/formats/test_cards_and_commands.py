@@ -72,7 +72,7 @@ def test_a_card_tells_what_is_known_of_the_run(tmp_path, draft):
     export_draft(draft, tmp_path / "out")
     text = card(tmp_path / "out")
     assert "decoded accept length while training, shape 3,1,4: 1.5" in text
-    assert "It can propose 67 of 131 tokens, 97.5 % of those in its training replies." in text
+    assert "It can propose 67 of 131 tokens, 97.5 % of those in its training responses." in text
     assert "Accept lengths per task have not been measured." in text
     assert "without a chat template, or which one is not recorded" in text
 

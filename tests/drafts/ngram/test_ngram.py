@@ -168,7 +168,7 @@ def test_ten_continuations_win_over_a_newer_one():
 
 
 def tokens_per_cycle(match_type: str, seed: int) -> float:
-    """Replies of 60 tokens from three templates, of which 13 vary: two times in three the usual one."""
+    """Responses of 60 tokens from three templates, of which 13 vary: two times in three the usual one."""
     rng = random.Random(seed)
     index = NgramIndex(NgramConfig(match_type=match_type))
     templates = [[rng.randrange(5000) for _ in range(60)] for _ in range(3)]
@@ -282,7 +282,7 @@ def test_windows_have_few_sizes_and_room_for_what_was_found(monkeypatch):
     """Greedy text stays that of plain decoding."""
     options = {"max_tokens": 60, "ignore_eos": True}
     target = tiny_target(vocab_size=11)
-    replies, sizes = [], []
+    responses, sizes = [], []
     for shape in (NO_SPECULATION, SpecShape(8, 4, 12)):
         config = resolved(3, 256, kv_tokens=1200, page_size=4, algorithm="NGRAM")
         engine = Engine(target, None, config)
@@ -298,8 +298,8 @@ def test_windows_have_few_sizes_and_room_for_what_was_found(monkeypatch):
         monkeypatch.setattr(engine.runner, "_run", watched)
         requests = [Request(i, list(p), SamplingParams(**options)) for i, p in enumerate(PROMPTS)]
         serve(engine, requests)
-        replies.append([request.token_ids for request in requests])
-    assert replies[0] == replies[1]
+        responses.append([request.token_ids for request in requests])
+    assert responses[0] == responses[1]
     assert {1, 12} <= {size for size, _ in sizes} <= {1, 4, 7, 10, 12}
     for size, num_used in sizes:
         assert size - 4 < num_used + 1 <= size

@@ -56,12 +56,12 @@ FORMS = [
 
 
 class Models(NamedTuple):
-    """A target, its folder, and prompts with its replies."""
+    """A target, its folder, and prompts with its responses."""
 
     target: Target
     folder: Path
     prompts: list[list[int]]
-    replies: list[list[int]]
+    responses: list[list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def trained(models, tmp_path_factory):
 
     @cache
     def make(kind: str, parts: tuple[tuple[str, Any], ...]) -> Trained:
-        texts = Texts(models.target, [a + b for a, b in zip(models.prompts, models.replies, strict=True)])
+        texts = Texts(models.target, [a + b for a, b in zip(models.prompts, models.responses, strict=True)])
         head = texts.teach_head(untrained(kind, models.target, dict(parts)))
         folder = tmp_path_factory.mktemp("heads") / "ours"
         save_draft(head, folder, metadata={})
@@ -306,7 +306,7 @@ def prefixed(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
 
 
 def drafted(models: Models, folder: Path, algorithm: str = "auto") -> tuple[list[list[int]], list[list[int]]]:
-    """Replies with the draft of a folder, and how often each depth of it was accepted."""
+    """Responses with the draft of a folder, and how often each depth of it was accepted."""
     draft = load_draft_model(folder, models.target, algorithm=algorithm)
     engine = Engine(models.target, draft, resolved(4, 64, kv_tokens=400))
     engine.use_shape(SHAPE)
@@ -323,8 +323,8 @@ def drafted(models: Models, folder: Path, algorithm: str = "auto") -> tuple[list
 def test_a_trained_head_drafts_alike_in_every_form(models, trained, tmp_path, name, write, change):
     peer = read_peer(name)
     ours = trained(peer.kind, tuple(parts_of(peer).items()))
-    replies, accepted = ours.drafted
-    assert replies == models.replies and sum(map(sum, accepted)) > 0
+    responses, accepted = ours.drafted
+    assert responses == models.responses and sum(map(sum, accepted)) > 0
 
     # In the form of the fixture.
     files = open_draft(ours.folder)
@@ -352,7 +352,7 @@ def modules(tmp_path_factory):
     serve(Engine(target, None, resolved(4, 64, kv_tokens=400)), requests)
     models = Models(target, folder, prompts, tokens_of(requests))
 
-    texts = Texts(target, [a + b for a, b in zip(prompts, models.replies, strict=True)])
+    texts = Texts(target, [a + b for a, b in zip(prompts, models.responses, strict=True)])
     head = texts.teach_head(MTP.read(open_draft(folder), target))
     ours = folder.parent / "ours"
     save_draft(head, ours, metadata={})
@@ -390,8 +390,8 @@ def of_the_release(files: DraftFiles, models: Models) -> tuple[dict[str, Any], d
 )
 def test_a_trained_module_drafts_alike_in_every_form(modules, tmp_path, form, write):
     models, ours = modules
-    replies, accepted = ours.drafted
-    assert replies == models.replies and sum(map(sum, accepted)) > 0
+    responses, accepted = ours.drafted
+    assert responses == models.responses and sum(map(sum, accepted)) > 0
     config, tensors = form(open_draft(ours.folder), models)
     (tmp_path / "config.json").write_text(json.dumps(config))
     write(tmp_path, tensors)

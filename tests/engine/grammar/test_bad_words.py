@@ -1,4 +1,5 @@
-"""Forbidden words: no reply has one, speculation changes no token, and the rest of the distribution stays."""
+"""Forbidden words: no response has one, speculation changes no token, and the rest of the distribution
+stays."""
 
 import itertools
 import random
@@ -49,8 +50,8 @@ def llm(folder):
     return LLM(target, head, tokenizer=load_tokenizer(folder), max_context=300, max_batch_size=4)
 
 
-def replies(models, shape, words=WORDS, prompts=PROMPTS, options=None, **params) -> list[Request]:
-    """Served replies without ``words``; with a parameter ``seed`` reply i draws from its own numbers."""
+def responses(models, shape, words=WORDS, prompts=PROMPTS, options=None, **params) -> list[Request]:
+    """Served responses without ``words``; with a parameter ``seed`` response i draws from its own numbers."""
     sizes = {"batch": 3, "page_size": 4, **(options or {})}
     engine = make_engine(models, **sizes)
     engine.use_shape(shape if isinstance(shape, Restless) else SpecShape.parse(shape))
@@ -129,13 +130,13 @@ def operations_of_masks(words, tail) -> int:
 
 @pytest.mark.parametrize("before", [(), (5,)])
 def test_many_words_cost_no_more_operations_in_a_step_than_one(before):
-    """Words of one token, and words that differ in their last: all replies wait for their masks."""
+    """Words of one token, and words that differ in their last: all responses wait for their masks."""
     one, many = ([(*before, last) for last in range(100, 100 + count)] for count in (1, 256))
     assert operations_of_masks(many, [5]) == operations_of_masks(one, [5])
 
 
 @pytest.mark.parametrize("shape", ["none", "3,1,4", "4,4,12"])
-def test_greedy_replies_are_those_of_transformers(llm, folder, shape):
+def test_greedy_responses_are_those_of_transformers(llm, folder, shape):
     """The prompt has none of the words' tokens, since transformers looks for words in prompts, too."""
     prompt = tokens_of("Tell me.")
     plain = llm.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True), shape="none")[0].token_ids
@@ -161,10 +162,10 @@ def test_greedy_replies_are_those_of_transformers(llm, folder, shape):
 
 @pytest.fixture(scope="module")
 def plain(trained):
-    """Greedy replies of plain decoding without the words."""
-    found = tokens_of_all(replies(trained, None))
+    """Greedy responses of plain decoding without the words."""
+    found = tokens_of_all(responses(trained, None))
     assert not any(holds(tokens, WORDS) for tokens in found)
-    assert any(holds(tokens, WORDS) for tokens in tokens_of_all(replies(trained, None, words=None)))
+    assert any(holds(tokens, WORDS) for tokens in tokens_of_all(responses(trained, None, words=None)))
     return found
 
 
@@ -183,10 +184,10 @@ def plain(trained):
 )
 def test_speculation_changes_no_token_that_is_drawn(trained, shape, lag, params):
     """A chain and a tree, with a pool that runs full, and both lags, beside plain decoding."""
-    alone = tokens_of_all(replies(trained, None, **params))
+    alone = tokens_of_all(responses(trained, None, **params))
     assert not any(holds(tokens, WORDS) for tokens in alone)
     small = {"kv_tokens": 104, "lag": lag, "max_context": 100}
-    found = replies(trained, shape, options=small, **params)
+    found = responses(trained, shape, options=small, **params)
     assert tokens_of_all(found) == alone
     assert sum(request.stats.num_preemptions for request in found) > 0
 
@@ -202,29 +203,29 @@ def test_speculation_changes_no_token_that_is_drawn(trained, shape, lag, params)
     ids=str,
 )
 def test_speculation_changes_no_greedy_token(trained, plain, shape, options):
-    assert tokens_of_all(replies(trained, shape, options=options)) == plain
+    assert tokens_of_all(responses(trained, shape, options=options)) == plain
 
 
 def test_windows_that_are_packed_change_no_token(trained, plain):
     """Shapes and numbers of drafts that change from cycle to cycle."""
     shapes = (SpecShape(3, 1, 4), SpecShape(3, 3, 8))
     policy = Restless(1, shapes, most_plain=2)
-    assert tokens_of_all(replies(trained, policy)) == plain
+    assert tokens_of_all(responses(trained, policy)) == plain
     assert policy.used >= set(shapes)
 
 
 def test_drafts_of_ngrams_are_masked(trained):
     prompts = [[4, 6, 8, 3, 4, 6, 8, 3, 4, 6]] * 2
     target = (trained[0], None)
-    alone = tokens_of_all(replies(target, None, prompts=prompts))
-    found = replies(target, "4,1,5", prompts=prompts, options={"algorithm": "NGRAM"})
+    alone = tokens_of_all(responses(target, None, prompts=prompts))
+    found = responses(target, "4,1,5", prompts=prompts, options={"algorithm": "NGRAM"})
     assert tokens_of_all(found) == alone
     assert not any(holds(tokens, WORDS) for tokens in alone)
 
 
 @pytest.fixture(scope="module")
 def law(trained):
-    """Probability of every reply of three tokens, ``[11, 11, 11]``, masked by the definition."""
+    """Probability of every response of three tokens, ``[11, 11, 11]``, masked by the definition."""
     alone = LLM(trained[0], max_context=64)
     law = torch.zeros(11, 11, 11, dtype=torch.float64)
     for one, two in itertools.product(range(11), repeat=2):
@@ -245,13 +246,13 @@ def law(trained):
     ],
     ids=str,
 )
-def test_sampled_replies_have_the_enumerated_distribution(trained, law, options):
-    """Both verifications of sampled chains, and trees, beside all replies of three tokens."""
+def test_sampled_responses_have_the_enumerated_distribution(trained, law, options):
+    """Both verifications of sampled chains, and trees, beside all responses of three tokens."""
     count = 1_000
     options = dict(options)
     shape = options.pop("shape")
     sizes = {"batch": 1000, "max_context": 24, "kv_tokens": 40_000, "mixed_prefill_tokens": 512, **options}
-    found = replies(trained, shape, prompts=[[1, 2]] * count, options=sizes, temperature=1.1, max_tokens=3)
+    found = responses(trained, shape, prompts=[[1, 2]] * count, options=sizes, temperature=1.1, max_tokens=3)
     cells = torch.tensor([121 * a + 11 * b + c for a, b, c in tokens_of_all(found)])
     counts = torch.bincount(cells, minlength=1331).double()
     expected = count * law.flatten()
@@ -264,7 +265,7 @@ def test_sampled_replies_have_the_enumerated_distribution(trained, law, options)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_reply_ends_where_everything_is_forbidden_and_no_other_does(trained, shape):
+def test_a_response_ends_where_everything_is_forbidden_and_no_other_does(trained, shape):
     """Behind the token 5 all that may follow completes a word. Others go on."""
     dead = ((5, 5), (5, 6))
     engine = make_engine(trained, batch=2, page_size=4)
@@ -283,7 +284,7 @@ def test_a_reply_ends_where_everything_is_forbidden_and_no_other_does(trained, s
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 4}])
 def test_a_grammar_and_words_hold_together(llm, params):
-    """The regex alone may have the words; a word that it insists on ends the reply."""
+    """The regex alone may have the words; a word that it insists on ends the response."""
     asked = {"max_tokens": 60, "grammar": Grammar("regex", "[a-h]{24}"), **params}
     free = llm.generate(["Say."], SamplingParams(**asked), shape="none")[0].text
     words = (free[:3], free[6:8])
@@ -301,8 +302,8 @@ def test_a_grammar_and_words_hold_together(llm, params):
         assert (answer.text, answer.finish_reason) == ("xy", "abort")
 
 
-def test_words_in_the_prompt_are_not_a_part_of_the_reply(llm):
-    """The prompt ends with the word's first token: the reply may begin with its second."""
+def test_words_in_the_prompt_are_not_a_part_of_the_response(llm):
+    """The prompt ends with the word's first token: the response may begin with its second."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     prompt = tokens_of("ab")
     first = llm.generate([prompt], params)[0].token_ids

@@ -1,4 +1,4 @@
-"""Structured output: every reply matches its grammar, and speculation changes no token of it."""
+"""Structured output: every response matches its grammar, and speculation changes no token of it."""
 
 import json
 import re
@@ -43,28 +43,28 @@ def llm(tmp_path_factory):
     return LLM(target, head, tokenizer=load_tokenizer(folder), max_context=300, max_batch_size=4)
 
 
-def reply(llm, grammar, shape=None, **params):
+def response(llm, grammar, shape=None, **params):
     params = {"max_tokens": 80, "grammar": grammar, **params}
     return llm.generate(["Tell me."], SamplingParams(**params), shape=shape)[0]
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}])
 @pytest.mark.parametrize("shape", ["none", "3,1,4", "4,4,12"])
-def test_replies_match_their_grammar(llm, shape, params):
-    answer = reply(llm, Grammar("json_schema", json.dumps(SCHEMA)), shape, **params)
+def test_responses_match_their_grammar(llm, shape, params):
+    answer = response(llm, Grammar("json_schema", json.dumps(SCHEMA)), shape, **params)
     value = json.loads(answer.text)
     assert set(value) == {"name", "age"} and value["name"] in ("cat", "dog") and isinstance(value["age"], int)
     assert answer.finish_reason == "stop"
-    answer = reply(llm, Grammar("regex", "(ab|cd){3}[0-9]{2}"), shape, **params)
+    answer = response(llm, Grammar("regex", "(ab|cd){3}[0-9]{2}"), shape, **params)
     assert re.fullmatch("(ab|cd){3}[0-9]{2}", answer.text) and answer.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 5}])
 def test_speculation_changes_no_token_and_some_drafts_are_kept(llm, params):
     grammar = Grammar("regex", "(ab|cd|ef|gh){20}")
-    plain = reply(llm, grammar, "none", **params)
+    plain = response(llm, grammar, "none", **params)
     for shape in ("3,1,4", "4,8,24"):
-        assert reply(llm, grammar, shape, **params).token_ids == plain.token_ids
+        assert response(llm, grammar, shape, **params).token_ids == plain.token_ids
 
 
 def test_a_batch_may_mix_grammars_with_free_text(llm):
@@ -81,14 +81,14 @@ def test_a_batch_may_mix_grammars_with_free_text(llm):
     assert [r.token_ids for r in requests] == [alone[0], alone[1], alone[0]]
 
 
-def test_max_tokens_cuts_a_reply_inside_its_grammar(llm):
-    answer = reply(llm, Grammar("json_object"), "3,1,4", max_tokens=1)
+def test_max_tokens_cuts_a_response_inside_its_grammar(llm):
+    answer = response(llm, Grammar("json_object"), "3,1,4", max_tokens=1)
     assert (answer.text, answer.finish_reason) == ("{", "length")
 
 
 def test_a_json_object_is_an_object(llm):
     for seed in range(5):
-        answer = reply(llm, Grammar("json_object"), "3,1,4", temperature=2.0, seed=seed, max_tokens=250)
+        answer = response(llm, Grammar("json_object"), "3,1,4", temperature=2.0, seed=seed, max_tokens=250)
         if answer.finish_reason == "stop":
             assert isinstance(json.loads(answer.text), dict)
         else:
@@ -101,7 +101,7 @@ def compiler(llm):
 
 
 def accepts(compiler, grammar, text):
-    """Whether the reply may be ``text``, a byte a token, and end there."""
+    """Whether the response may be ``text``, a byte a token, and end there."""
     match = compiler.start(grammar)
     match.advance([*tokens_of(text), END_TOKEN])
     return match.is_complete
@@ -114,7 +114,7 @@ def json_schema(schema):
 @pytest.mark.parametrize("grammar", [Grammar("json_schema", "{"), Grammar("regex", "[")])
 def test_a_grammar_that_cannot_be_compiled_is_refused(llm, grammar):
     with pytest.raises(UserError, match="cannot be compiled") as refusal:
-        reply(llm, grammar)
+        response(llm, grammar)
     assert len(refusal.value.cause) < 400 and "\n" not in refusal.value.cause
     assert not llm.engine().has_work
 
@@ -129,9 +129,9 @@ def test_a_grammar_without_a_tokenizer_is_refused():
     [Grammar("regex", r"[^\s\S]"), Grammar("regex", r"ab[^\s\S]"), json_schema({"$ref": "#"})],
     ids=str,
 )
-def test_a_grammar_that_no_reply_matches_is_refused(llm, grammar):
-    with pytest.raises(UserError, match="No reply can match the"):
-        reply(llm, grammar)
+def test_a_grammar_that_no_response_matches_is_refused(llm, grammar):
+    with pytest.raises(UserError, match="No response can match the"):
+        response(llm, grammar)
 
 
 DEAD_END = {
@@ -143,11 +143,11 @@ DEAD_END = {
 
 
 @pytest.mark.parametrize("shape", ["none", "3,1,4", "4,4,12"])
-def test_a_grammar_that_leads_nowhere_ends_its_reply_and_no_other(llm, shape):
+def test_a_grammar_that_leads_nowhere_ends_its_response_and_no_other(llm, shape):
     """The engine goes on: what follows is served."""
-    answer = reply(llm, json_schema(DEAD_END), shape)
+    answer = response(llm, json_schema(DEAD_END), shape)
     assert answer.text.strip() == "[" and answer.finish_reason == "abort"
-    answer = reply(llm, Grammar("regex", "[ab]{3}"), shape)
+    answer = response(llm, Grammar("regex", "[ab]{3}"), shape)
     assert re.fullmatch("[ab]{3}", answer.text) and answer.finish_reason == "stop"
 
 
@@ -226,7 +226,7 @@ def test_masks_that_take_too_long_are_given_up():
     assert match.advance([1, 2]) == 0 and fill(match).eq(-1).all()
 
 
-def test_a_reply_has_a_budget_of_time(monkeypatch):
+def test_a_response_has_a_budget_of_time(monkeypatch):
     monkeypatch.setattr(grammar_module, "MAX_EXTRA_S", 0.1)
     match = GrammarMatch(SlowMatcher(cpu_s=0.05), frozenset())
     fill(match)
@@ -241,12 +241,12 @@ def test_a_reply_has_a_budget_of_time(monkeypatch):
     assert not match.is_stuck, "short calls count nothing, however many they are"
 
 
-def test_a_reply_whose_grammar_takes_too_long_is_ended_and_the_next_is_served(llm, monkeypatch):
+def test_a_response_whose_grammar_takes_too_long_is_ended_and_the_next_is_served(llm, monkeypatch):
     monkeypatch.setattr(grammar_module, "MAX_EXTRA_S", -1.0)
-    answer = reply(llm, Grammar("regex", "[ab]{50}"), "3,1,4")
+    answer = response(llm, Grammar("regex", "[ab]{50}"), "3,1,4")
     assert answer.finish_reason == "abort" and len(answer.text) <= 1
     monkeypatch.undo()
-    assert re.fullmatch("[ab]{3}", reply(llm, Grammar("regex", "[ab]{3}")).text)
+    assert re.fullmatch("[ab]{3}", response(llm, Grammar("regex", "[ab]{3}")).text)
 
 
 @pytest.mark.parametrize("grammar", [Grammar("json_object"), json_schema(SCHEMA)])
@@ -369,7 +369,7 @@ def test_the_longest_regex_is_followed_and_a_longer_one_refused(compiler):
         compiler.start(Grammar("regex", longest + "a"))
 
 
-def test_an_empty_regex_is_an_empty_reply(compiler):
+def test_an_empty_regex_is_an_empty_response(compiler):
     assert accepts(compiler, Grammar("regex", ""), "") and not accepts(compiler, Grammar("regex", ""), "a")
 
 

@@ -29,7 +29,7 @@ def compiler(tmp_path_factory):
 
 
 def walk(compiler, grammar, seed, longest=150):
-    """Text of a random reply that the masks allow, or None when it has not finished."""
+    """Text of a random response that the masks allow, or None when it has not finished."""
     match, rng = compiler.start(grammar), random.Random(seed)
     root, text = np.zeros(1, dtype=np.int64), b""
     last = torch.zeros(1, dtype=torch.int64)
@@ -90,7 +90,7 @@ RAW = st.text('ab\\/()|*?.^$dws"{2,} é\n', max_size=12)
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(REGEXES | REGEXES.map("^{}$".format) | RAW, st.integers(0, 2**32))
-def test_replies_match_the_regexes_that_are_accepted(compiler, regex, seed):
+def test_responses_match_the_regexes_that_are_accepted(compiler, regex, seed):
     try:
         text = walk(compiler, Grammar("regex", regex), seed)
     except UserError:
@@ -189,7 +189,7 @@ SCHEMAS = st.builds(
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.integers(0, 2**32))
-def test_replies_are_valid_for_the_schemas_that_are_accepted(compiler, schema, seed):
+def test_responses_are_valid_for_the_schemas_that_are_accepted(compiler, schema, seed):
     try:
         text = walk(compiler, Grammar("json_schema", json.dumps(schema)), seed)
     except UserError:

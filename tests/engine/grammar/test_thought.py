@@ -1,4 +1,4 @@
-"""Grammars that begin behind a reply's reasoning: what is allowed depends on a node's path alone, and
+"""Grammars that begin behind a response's reasoning: what is allowed depends on a node's path alone, and
 speculation changes no token."""
 
 import itertools
@@ -58,7 +58,7 @@ def set_of(row):
 
 
 def expected(compiler, thought, path):
-    """What may follow a whole reply ``path``, found by searching it."""
+    """What may follow a whole response ``path``, found by searching it."""
     stops = {END_TOKEN}
     everything = set(range(V))
     if thought.opener is not None:
@@ -79,7 +79,7 @@ def expected(compiler, thought, path):
 
 @pytest.mark.parametrize("thought", [OPENED, OPTIONAL, SEQUENCE], ids=["opened", "optional", "sequence"])
 def test_masks_of_every_window_are_those_of_its_paths(compiler, thought):
-    """All windows of four nodes, in all forms of a tree, behind several beginnings of a reply."""
+    """All windows of four nodes, in all forms of a tree, behind several beginnings of a response."""
     a, b = (tokens_of(text)[0] for text in "ab")
     tokens = dict.fromkeys((a, b, END, BEGIN, OTHER))
     beginnings = [[], [BEGIN], [a], [BEGIN, OTHER], [BEGIN, END], [BEGIN, OTHER, END, a]]
@@ -108,20 +108,28 @@ def test_masks_of_every_window_are_those_of_its_paths(compiler, thought):
 
 
 @pytest.mark.parametrize("thought", [OPENED, OPTIONAL, SEQUENCE], ids=["opened", "optional", "sequence"])
-def test_replies_taken_in_pieces_end_where_whole_ones_do(compiler, thought):
+def test_responses_taken_in_pieces_end_where_whole_ones_do(compiler, thought):
     a, b = (tokens_of(text)[0] for text in "ab")
-    reply = [BEGIN, a, *(() if thought is not SEQUENCE else (BEGIN, OTHER)), END, *[a, b] * 3, END_TOKEN, a]
-    for size in range(1, len(reply) + 1):
+    response = [
+        BEGIN,
+        a,
+        *(() if thought is not SEQUENCE else (BEGIN, OTHER)),
+        END,
+        *[a, b] * 3,
+        END_TOKEN,
+        a,
+    ]
+    for size in range(1, len(response) + 1):
         match, taken = compiler.start(Grammar("regex", REGEX, thought)), 0
-        for start in range(0, len(reply), size):
-            taken += match.advance(reply[start : start + size])
+        for start in range(0, len(response), size):
+            taken += match.advance(response[start : start + size])
             if match.is_complete:
                 break
-        assert match.is_complete and taken == len(reply) - 1
+        assert match.is_complete and taken == len(response) - 1
 
 
-def reply(llm, thought, shape, **params):
-    """A reply whose reasoning ends soon, as the target's logits are made to."""
+def response(llm, thought, shape, **params):
+    """A response whose reasoning ends soon, as the target's logits are made to."""
     bias = {END: 9.0, BEGIN: 7.0, OTHER: 7.0}
     params = SamplingParams(
         max_tokens=120, logit_bias=bias, grammar=Grammar("regex", REGEX, thought), **params
@@ -144,7 +152,7 @@ def reply(llm, thought, shape, **params):
 )
 def test_speculation_changes_no_token_and_the_answer_matches(llm, name, sampling):
     thought, params = THOUGHTS[name], SAMPLING[sampling]
-    plain = reply(llm, thought, "none", **params)
+    plain = response(llm, thought, "none", **params)
     assert plain.finish_reason == "stop"
     tokens, end = plain.token_ids, thought.end
     behind = (
@@ -155,10 +163,10 @@ def test_speculation_changes_no_token_and_the_answer_matches(llm, name, sampling
     assert behind or thought.opener is not None
     assert re.fullmatch(REGEX, llm.tokenizer.decode(tokens[behind:-1]))
     for shape in ("3,1,4", "4,4,12"):
-        assert reply(llm, thought, shape, **params).token_ids == tokens
+        assert response(llm, thought, shape, **params).token_ids == tokens
 
 
-def test_a_reply_cannot_end_within_its_reasoning_and_is_not_held_there(llm):
+def test_a_response_cannot_end_within_its_reasoning_and_is_not_held_there(llm):
     """A target that wants nothing but its end token writes something else until the tokens are spent."""
     params = SamplingParams(
         max_tokens=12, logit_bias={2: 99.0}, grammar=Grammar("regex", REGEX, OPENED), temperature=1.0, seed=0
@@ -175,7 +183,7 @@ def test_tokens_that_the_target_does_not_know_are_refused(compiler):
     compiler.start(Grammar("regex", "a", Thought((V - 1,), opener=V - 2)))
 
 
-def test_a_token_that_ends_replies_may_be_one_that_the_target_does_not_have(llm):
+def test_a_token_that_ends_responses_may_be_one_that_the_target_does_not_have(llm):
     compiler = GrammarCompiler(llm.tokenizer, 200, [END_TOKEN, 230])
     match = compiler.start(Grammar("regex", REGEX, Thought((150,))))
     bits = torch.full((1, 7), -1, dtype=torch.int32)
@@ -184,7 +192,7 @@ def test_a_token_that_ends_replies_may_be_one_that_the_target_does_not_have(llm)
     assert allowed == set(range(200)) - {END_TOKEN}
 
 
-def test_replies_with_reasoning_and_without_share_a_compiled_grammar(llm):
+def test_responses_with_reasoning_and_without_share_a_compiled_grammar(llm):
     compiler = GrammarCompiler(llm.tokenizer, V, llm.target.config.eos_token_ids)
     for thought in (None, OPENED, OPTIONAL):
         compiler.start(Grammar("regex", REGEX, thought))

@@ -1,4 +1,4 @@
-"""Drafts beside a target that ranks share: whole on every rank, and replies are those of one process."""
+"""Drafts beside a target that ranks share: whole on every rank, and responses are those of one process."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from tests.engine.tensor_parallel.test_tensor_parallel import (
     PROMPTS,
     compare,
     folder,
-    replies,
+    responses,
     save_tokenizer,
 )
 
@@ -22,7 +22,7 @@ __all__ = ["folder"]  # the fixture
 
 
 def check(folder, shapes, head=None, **options):
-    totals = compare(folder, 2, partial(replies, params=MIXED, shapes=shapes), head, **options)
+    totals = compare(folder, 2, partial(responses, params=MIXED, shapes=shapes), head, **options)
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies
 
 
@@ -60,7 +60,7 @@ def test_the_module_of_a_deepseek_drafts_on_every_rank(tmp_path):
     save_target(tmp_path, vocab_size=12, num_hidden_layers=2)
     save_tokenizer(tmp_path)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    work = partial(replies, params=params, shapes=("2,1,3",), prompts=PROMPTS[:2])
+    work = partial(responses, params=params, shapes=("2,1,3",), prompts=PROMPTS[:2])
     totals = compare(tmp_path, 2, work, algorithm="NEXTN")
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies
 

@@ -39,7 +39,7 @@ def follower_of(engine: Engine) -> Follower:
     return Follower(engine.target, lambda: engine, make_engine=fail, set_draft=fail)
 
 
-def order_of_replies(engine: Engine) -> list[int]:
+def order_of_responses(engine: Engine) -> list[int]:
     """Serve all requests; returns their numbers in the order in which they end."""
     numbers = []
     while engine.has_work:
@@ -60,11 +60,11 @@ def test_a_follower_serves_requests_in_the_order_of_rank_0() -> None:
         first.add_request(request)
         follower.execute(rank_call("add_request", RequestData.of(request)))
         copy = follower.requests[number]
-        assert (copy.priority, copy.group, copy.reply.seed) == (priority, group, request.reply.seed)
+        assert (copy.priority, copy.group, copy.response.seed) == (priority, group, request.response.seed)
         assert copy.params.cache_salt == "a"
-    order = order_of_replies(first)
+    order = order_of_responses(first)
     assert sorted(order) == list(range(6)) and order != sorted(order)
-    assert order_of_replies(other) == order
+    assert order_of_responses(other) == order
 
 
 def test_a_follower_knows_the_requests_that_have_not_ended() -> None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: replies of two and four processes are those of one, and all ranks see the same."""
+"""Tensor parallelism: responses of two and four processes are those of one, and all ranks see the same."""
 
 import hashlib
 import itertools
@@ -118,7 +118,7 @@ def make_llm(ranks, folder, head, **options):
     return LLM(folder, head, tensor_parallel=ranks.size, worker=worker, **given), steps
 
 
-def replies(llm, params, shapes, prompts=PROMPTS):
+def responses(llm, params, shapes, prompts=PROMPTS):
     found = {}
     for shape in shapes:
         outputs = llm.generate(prompts, params, shape=shape)
@@ -149,13 +149,13 @@ def compare(folder, size, work, head=None, **options):
 @pytest.mark.parametrize(
     ("size", "lag"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((2, 0), (4, 1)))]
 )
-def test_replies_are_those_of_one_process(folder, size, lag):
+def test_responses_are_those_of_one_process(folder, size, lag):
     """Greedy for every shape, then greedy, seeded, penalised, by a grammar and with stop texts in one batch,
     with a pool so small that requests give way, and prompts that the prefix cache has by then."""
 
     def work(llm):
-        greedy = replies(llm, SamplingParams(max_tokens=14), SHAPES)
-        return greedy, replies(llm, MIXED, ("none", "4,1,5"))
+        greedy = responses(llm, SamplingParams(max_tokens=14), SHAPES)
+        return greedy, responses(llm, MIXED, ("none", "4,1,5"))
 
     totals = compare(folder, size, work, head_of(folder), kv_tokens=104, lag=lag)
     assert totals.num_preemptions > 0 and totals.num_cached_prompt_tokens > 0
@@ -166,7 +166,7 @@ def test_replies_are_those_of_one_process(folder, size, lag):
 def test_recorded_cycles_contain_the_collectives(folder):
     def work(llm):
         params = SamplingParams(max_tokens=60, ignore_eos=True)
-        found = replies(llm, params, ("none",), PROMPTS[:1])
+        found = responses(llm, params, ("none",), PROMPTS[:1])
         assert llm.engine().num_graphs > 0
         return found
 
@@ -191,8 +191,8 @@ def test_mixtures_and_latents_are_shared(name, size, experts, tmp_path):
     save_tokenizer(tmp_path)
 
     def work(llm):
-        greedy = replies(llm, SamplingParams(max_tokens=14, ignore_eos=True), ("4,4,12",))
-        return greedy, replies(llm, MIXED, ("4,1,5",))
+        greedy = responses(llm, SamplingParams(max_tokens=14, ignore_eos=True), ("4,4,12",))
+        return greedy, responses(llm, MIXED, ("4,1,5",))
 
     compare(tmp_path, size, work, head_of(tmp_path), expert_parallel=experts == "whole")
 
@@ -212,8 +212,8 @@ def test_requests_have_latents_on_one_rank(algorithm, size, experts, tmp_path):
 
     def work(llm):
         params = SamplingParams(max_tokens=14)
-        greedy = replies(llm, params, SHAPES), replies(llm, params, ("none",), PROMPTS[2:3] * 2)
-        return greedy, replies(llm, MIXED, ("none", "4,1,5"))
+        greedy = responses(llm, params, SHAPES), responses(llm, params, ("none",), PROMPTS[2:3] * 2)
+        return greedy, responses(llm, MIXED, ("none", "4,1,5"))
 
     head = head_of(tmp_path) if algorithm == "EAGLE3" else None
     options = {"kv_tokens": 76 * size, "data_parallel_attention": True, "max_context": 72}
@@ -249,15 +249,15 @@ def test_states_of_recurrent_layers_are_shared(name, size, tmp_path):
 
     def work(llm):
         params = SamplingParams(max_tokens=14)
-        greedy = replies(llm, params, ("none", "4,4,12"))
-        return greedy, replies(llm, MIXED, ("4,1,5",)), replies(llm, params, SHAPES, PROMPTS[2:3])
+        greedy = responses(llm, params, ("none", "4,4,12"))
+        return greedy, responses(llm, MIXED, ("4,1,5",)), responses(llm, params, SHAPES, PROMPTS[2:3])
 
     totals = compare(tmp_path, size, work, head_of(tmp_path), kv_tokens=104)
     assert totals.num_preemptions > 0 and totals.num_cached_prompt_tokens > 0
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies + 10
 
 
-def everything_beside_replies(llm):
+def everything_beside_responses(llm):
     """Results of the calls that all ranks make, apart from steps of the engine."""
     params = SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=1)
     before = llm.generate(PROMPTS[1:3], params, shape="2,1,3")
@@ -287,8 +287,8 @@ def everything_beside_replies(llm):
 
 def test_every_call_of_rank_0_is_made_by_all_ranks(folder):
     head = head_of(folder)
-    tokens, logprobs, states, logits, truth = everything_beside_replies(LLM(folder, head, **OPTIONS))
-    results = run_ranks(2, serve, folder, head, everything_beside_replies, {})
+    tokens, logprobs, states, logits, truth = everything_beside_responses(LLM(folder, head, **OPTIONS))
+    results = run_ranks(2, serve, folder, head, everything_beside_responses, {})
     (found, _), steps = results[0]
     assert [other for _, other in results] == [steps, steps]
     assert found[0] == tokens and torch.equal(found[4], truth)
@@ -391,17 +391,17 @@ def test_uneven_batches_of_own_latents_have_graphs(tmp_path):
         graphs.run = lambda call: (
             seen.add((len(call.inputs.slot_ids), len(call.inputs.shard.rows))) or run(call)
         )
-        replies = [output.token_ids for output in llm.generate(prompts, ends)]
-        return captured, planned, graphs.num_warm_ups - known, seen, replies
+        responses = [output.token_ids for output in llm.generate(prompts, ends)]
+        return captured, planned, graphs.num_warm_ups - known, seen, responses
 
     options = {"data_parallel_attention": True, "max_batch_size": 4, "batch_sizes": (1, 2, 4)}
     args = serve_from_graphs, tmp_path, head_of(tmp_path), work, {**options, "shape": "2,1,3"}
     ((found, _), first), (_, steps) = run_ranks(2, *args)
-    captured, planned, num_later, seen, replies = found
+    captured, planned, num_later, seen, responses = found
     assert captured == planned and num_later == 0 and steps == first
     assert seen == {(4, 2), (2, 2), (1, 1)}
     alone = LLM(tmp_path, head_of(tmp_path), **OPTIONS).generate(prompts, ends, shape="2,1,3")
-    assert replies == [output.token_ids for output in alone]
+    assert responses == [output.token_ids for output in alone]
 
 
 def weather(llm, num_events, every=40):
@@ -491,10 +491,10 @@ def serve_beside_a_slow_rank(ranks, *args):
 
 @pytest.mark.nightly
 def test_a_slow_rank_is_waited_for(folder):
-    """Shapes are chosen by times, which are others on every rank, and replies are those of one process."""
+    """Shapes are chosen by times, which are others on every rank, and responses are those of one process."""
 
     def work(llm):
-        return replies(llm, MIXED, ("4,1,5", "auto"))
+        return responses(llm, MIXED, ("4,1,5", "auto"))
 
     expected = work(LLM(folder, head_of(folder), **OPTIONS))
     ((found, _), first), (_, slow) = run_ranks(
@@ -504,7 +504,7 @@ def test_a_slow_rank_is_waited_for(folder):
 
 
 def test_the_first_rank_alone_follows_grammars(folder):
-    """One that it gives up for its time, which no other rank would, ends the reply on all; others have no
+    """One that it gives up for its time, which no other rank would, ends the response on all; others have no
     tokenizer, and the one that it was given is not that of the folder."""
 
     def work(llm):
@@ -682,7 +682,7 @@ def load_what_one_refuses(ranks, folder):
 @pytest.mark.nightly
 def test_shapes_that_the_first_rank_measures_are_those_of_all(folder):
     def work(llm):
-        found = replies(llm, SamplingParams(max_tokens=30, ignore_eos=True), ("auto", "none", "auto"))
+        found = responses(llm, SamplingParams(max_tokens=30, ignore_eos=True), ("auto", "none", "auto"))
         assert isinstance(llm.engine().shapes, ShapePolicy)
         return found
 
@@ -699,7 +699,7 @@ def test_the_demo_speaks_the_same_on_several_ranks(size, shape):
     params = [SamplingParams(max_tokens=48), SamplingParams(max_tokens=48, temperature=0.8, seed=3)]
 
     def work(llm):
-        return replies(llm, params, (shape,), prompts)
+        return responses(llm, params, (shape,), prompts)
 
     totals = compare("smollm2-135m-instruct", size, work, DEMO_HEAD, **options)
     assert totals.spec.accept_length > 1.3

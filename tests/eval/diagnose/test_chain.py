@@ -13,7 +13,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.eval.diagnose.chain import InputVariant, Source, draft_chains
-from eagle_kit.eval.diagnose.row import PromptReply, compute_states, log_probs, pack
+from eagle_kit.eval.diagnose.row import PromptResponse, compute_states, log_probs, pack
 from eagle_kit.eval.diagnose.trials import simulate_decoding
 from eagle_kit.models.loading.loader import load_target
 
@@ -51,12 +51,12 @@ def models(tmp_path_factory):
 
 @cache
 def replayed(target, head, steps):
-    """Statistics of the engine, and the source of the same replies, which tests do not change."""
+    """Statistics of the engine, and the source of the same responses, which tests do not change."""
     models = target, head
     stats, texts = SpecStats(), []
     for request in decode(models, f"{steps},1,{steps + 1}", batch=3):
         stats.add(request.stats.spec)
-        texts.append(PromptReply(list(request.prompt_ids), list(request.token_ids)))
+        texts.append(PromptResponse(list(request.prompt_ids), list(request.token_ids)))
     row = pack(texts)
     return stats, Source(models[0], row, compute_states(models[0], row, range(5)))
 
@@ -73,11 +73,11 @@ def test_the_chain_accepts_what_the_engine_accepts(models, kind):
     )
 
 
-def test_roots_are_the_tokens_of_replies_but_the_last(models):
-    row = pack([PromptReply([1, 2, 3], [4, 5, 6]), PromptReply([7], [8, 9]), PromptReply([1], [2])])
+def test_roots_are_the_tokens_of_responses_but_the_last(models):
+    row = pack([PromptResponse([1, 2, 3], [4, 5, 6]), PromptResponse([7], [8, 9]), PromptResponse([1], [2])])
     assert row.ids[row.roots].tolist() == [4, 5, 8] and row.text_index.tolist() == [0, 0, 1]
     assert row.ends.tolist() == [6, 6, 9] and row.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1]
-    three = [PromptReply([1], [2, 3]), PromptReply([4], [5, 6]), PromptReply([7], [8])]
+    three = [PromptResponse([1], [2, 3]), PromptResponse([4], [5, 6]), PromptResponse([7], [8])]
     assert pack(three, 6).positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
@@ -88,7 +88,7 @@ def test_the_targets_probabilities_are_those_of_its_logits(models):
     row = source.row
     logits = target.logits(source.states.hidden[row.roots])
     assert torch.allclose(found, logits.log_softmax(-1).amax(-1), atol=1e-5)
-    assert torch.equal(source.states.greedy, row.ids[row.roots + 1]), "the replies are greedy"
+    assert torch.equal(source.states.greedy, row.ids[row.roots + 1]), "the responses are greedy"
 
 
 def test_a_view_undoes_what_was_done_to_the_states(models):

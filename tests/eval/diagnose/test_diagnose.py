@@ -30,7 +30,7 @@ from eagle_kit.models.loading.loader import load_target
 from tests.server.api.serving import serving
 
 NUM_TEXTS = 16
-"""Replies of a head that has learned a rule: enough to tell its misreading from chance."""
+"""Responses of a head that has learned a rule: enough to tell its misreading from chance."""
 WORDS = ["--limit", "12", "--max-tokens", "40", "--context", "0"]
 FEW = ["--limit", "8", "--max-tokens", "36"]
 """Where figures need not be sure."""
@@ -275,7 +275,7 @@ def test_a_server_whose_shape_is_not_known_is_not_accused(beside):
     assert "our engine," not in as_text(found, "head")
 
 
-def test_a_server_that_fails_between_replies_takes_nothing_of_what_was_found(beside, monkeypatch):
+def test_a_server_that_fails_between_responses_takes_nothing_of_what_was_found(beside, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,7 +1,7 @@
 """The table of faults on the shipped head and its target: what was injected is named first.
 
-Replies and the target's states are computed once; every fault is a copy of the head, of the states, or of the
-target. Behind the check of the files: what that sees of a map is tried with the command.
+Responses and the target's states are computed once; every fault is a copy of the head, of the states, or of
+the target. Behind the check of the files: what that sees of a map is tried with the command.
 """
 
 import json
@@ -22,7 +22,7 @@ from eagle_kit.eval.diagnose.causes import name_causes
 from eagle_kit.eval.diagnose.chain import Source, draft_chains
 from eagle_kit.eval.diagnose.hypotheses import hypotheses
 from eagle_kit.eval.diagnose.models import Models
-from eagle_kit.eval.diagnose.replay import decode_replies
+from eagle_kit.eval.diagnose.replay import decode_responses
 from eagle_kit.eval.diagnose.row import compute_states, pack
 from eagle_kit.eval.diagnose.run import Basis, diagnose, make_basis, measure
 from eagle_kit.eval.diagnose.trials import STEPS, simulate_decoding
@@ -39,13 +39,13 @@ QUIET = Stages({}, is_quiet=True)
 
 
 class World:
-    """The shipped head, its target, and replies of 24 prompts with the states of every layer."""
+    """The shipped head, its target, and responses of 24 prompts with the states of every layer."""
 
     def __init__(self) -> None:
         llm = LLM(TARGET, max_batch_size=8)
         self.models = Models(llm, self.head())
-        self.replies = decode_replies(llm, CONFIG, QUIET)
-        row = pack(self.replies.texts)
+        self.responses = decode_responses(llm, CONFIG, QUIET)
+        row = pack(self.responses.texts)
         self.source = Source(llm.target, row, compute_states(llm.target, row, range(31)))
 
     def head(self) -> Eagle3Head:
@@ -57,7 +57,7 @@ class World:
         models = replace(self.models, head=head)
         tried = hypotheses(head, source.target.config)
         basis = Basis(tried, source, draft_chains(head, source, STEPS))
-        measured = measure(models, self.replies, basis, findings, config, QUIET)
+        measured = measure(models, self.responses, basis, findings, config, QUIET)
         length = simulate_decoding(basis.served, source.row).accept_length
         found = name_causes(measured)
         print(f"{length:.2f} tokens per verify:", *(f"\n  {each.subject}: {each.evidence}" for each in found))
@@ -240,8 +240,8 @@ def test_a_target_rounded_to_four_bits_is_another_one_and_to_eight_bits_is_not(w
     target = quantised(load_target(TARGET), bits)
     llm = LLM(target, tokenizer=world.models.llm.tokenizer, max_batch_size=8)
     models = Models(llm, world.head())
-    replies = decode_replies(llm, CONFIG, QUIET)
-    measured = measure(models, replies, make_basis(models, replies), KNOWN, CONFIG, QUIET)
+    responses = decode_responses(llm, CONFIG, QUIET)
+    measured = measure(models, responses, make_basis(models, responses), KNOWN, CONFIG, QUIET)
     assert [cause.subject for cause in name_causes(measured)] == ([subject] if subject else [])
 
 

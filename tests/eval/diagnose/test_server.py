@@ -13,7 +13,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.eval.diagnose.compare import compare_server
 from eagle_kit.eval.diagnose.replay import Replay
-from eagle_kit.eval.diagnose.server import ServerClient, ServerReply, ServerResult
+from eagle_kit.eval.diagnose.server import ServerClient, ServerResponse, ServerResult
 
 CHATS = [[{"role": "user", "content": f"Question {i}"}] for i in range(3)]
 OPTIONS = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
@@ -30,7 +30,7 @@ def test_vllms_counters_give_acceptance_per_position_of_these_prompts_alone():
     asked = {(body["model"], body["max_tokens"], body["temperature"]) for body in bodies}
     assert asked == {("the-model", 32, 0)}
     assert {body["repetition_penalty"] for body in bodies} == {1.0}, "whatever generation_config.json says"
-    assert seen.replies[0] == ServerReply("Some text", 12, 21)
+    assert seen.responses[0] == ServerResponse("Some text", 12, 21)
 
 
 def test_sglang_counts_verifies_or_has_a_gauge():
@@ -75,9 +75,9 @@ def test_the_traffic_of_others_is_noticed():
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_that_a_parser_takes_out_is_read_too(name):
     with fake(vllm, {"content": None, name: "Let me think."}) as (url, _):
-        assert ServerClient(url).replay(CHATS, 8).replies[0].text == "Let me think."
+        assert ServerClient(url).replay(CHATS, 8).responses[0].text == "Let me think."
     with fake(vllm, {"content": None}) as (url, _):
-        assert ServerClient(url).replay(CHATS, 8).replies[0].text == ""
+        assert ServerClient(url).replay(CHATS, 8).responses[0].text == ""
 
 
 def test_a_key_is_sent_and_a_refusal_is_a_users_error():
@@ -88,10 +88,10 @@ def test_a_key_is_sent_and_a_refusal_is_a_users_error():
 
 
 @pytest.mark.parametrize(
-    "reply", [{"choices": []}, {"choices": [{"text": "a"}]}, {"choices": [{"message": 1}]}, 7]
+    "response", [{"choices": []}, {"choices": [{"text": "a"}]}, {"choices": [{"message": 1}]}, 7]
 )
-def test_what_is_no_chat_completion_is_a_users_error(reply):
-    with fake(vllm, [reply]) as (url, _), pytest.raises(UserError, match="not OpenAI's API"):
+def test_what_is_no_chat_completion_is_a_users_error(response):
+    with fake(vllm, [response]) as (url, _), pytest.raises(UserError, match="not OpenAI's API"):
         ServerClient(url).replay(CHATS, 8)
 
 
@@ -124,7 +124,7 @@ def saying(data: bytes):
 @pytest.mark.parametrize(
     "data", [b"\x15\x03\x01\x00\x02\x02\x16", b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"]
 )
-def test_a_port_of_another_protocol_and_a_reply_cut_short_are_users_errors(data):
+def test_a_port_of_another_protocol_and_a_response_cut_short_are_users_errors(data):
     with saying(data) as url, pytest.raises(UserError, match="does not answer"):
         ServerClient(url).probe()
 
@@ -149,8 +149,8 @@ PLAIN = [RequestOutput([1] * 12, [2], text, "length") for text in TEXTS]
 def reading(texts=TEXTS, length: float | None = 1.7, prompt=12, verifies=400, **changes) -> ServerResult:
     reach = ((length or 1.0) - 1, 0.0)
     known = {"is_gauge": False, "reach": reach, "num_verifies": verifies, "shape": SpecShape(2, 1, 3)}
-    replies = [ServerReply(text, prompt, 50) for text in texts]
-    return ServerResult("vLLM", replies, length, **{**known, **changes})
+    responses = [ServerResponse(text, prompt, 50) for text in texts]
+    return ServerResult("vLLM", responses, length, **{**known, **changes})
 
 
 def replay(length=1.7, verifies=400) -> Replay:
@@ -173,7 +173,7 @@ def test_what_differs_is_said_and_no_cause_where_as_many_are_accepted(length):
     compared = compare_server(reading(length=length, prompt=13), replay(), PLAIN)
     assert compared.cause is None and "But vLLM makes 13 tokens of a prompt" in compared.verdict
     compared = compare_server(reading(OTHER_TEXTS, length=length), replay(), PLAIN)
-    assert compared.cause is None and "But 3 of 3 greedy replies of vLLM part" in compared.verdict
+    assert compared.cause is None and "But 3 of 3 greedy responses of vLLM part" in compared.verdict
 
 
 def test_fewer_there_with_the_same_texts_is_the_other_engine():
@@ -208,7 +208,7 @@ def test_reasoning_is_compared_without_the_marks_that_a_parser_takes_out():
     assert compared.cause.subject == "the other engine" and "texts agree" in compared.cause.evidence
 
 
-def test_empty_replies_are_not_taken_for_the_same():
+def test_empty_responses_are_not_taken_for_the_same():
     compared = compare_server(reading(["", " ", ""], length=1.3), replay(), PLAIN)
     assert "Texts could not be compared" in compared.verdict
     assert "though prompts agree." in compared.cause.evidence
@@ -232,4 +232,6 @@ def test_nobody_is_accused_by_figures_that_cannot_be_compared(changes, ours, sai
 
 def test_a_little_traffic_of_others_is_only_said():
     compared = compare_server(reading(length=1.1, num_counted_tokens=152), replay(), PLAIN)
-    assert compared.cause is not None and "counted 152 tokens, and these replies have 150" in compared.verdict
+    assert (
+        compared.cause is not None and "counted 152 tokens, and these responses have 150" in compared.verdict
+    )

@@ -211,10 +211,10 @@ def test_layers_of_every_sort_compute_what_transformers_computes(kind, tmp_path)
         assert target.config.cache.heads == (2, 2, 2, 1)
     if kind in ("gemma4_text", "deepseek_v3"):  # keys and values of other widths than their store
         llm = LLM(target, shape="none", max_batch_size=1, max_context=64, page_size=4)
-        (reply,) = llm.generate([ids.tolist()], SamplingParams(max_tokens=6, ignore_eos=True))
-        text = torch.tensor([*ids.tolist(), *reply.token_ids])
+        (response,) = llm.generate([ids.tolist()], SamplingParams(max_tokens=6, ignore_eos=True))
+        text = torch.tensor([*ids.tolist(), *response.token_ids])
         greedy = model(input_ids=text[None], use_cache=False).logits[0].argmax(-1)
-        assert greedy[len(ids) - 1 : -1].tolist() == reply.token_ids
+        assert greedy[len(ids) - 1 : -1].tolist() == response.token_ids
 
 
 def change_weights(folder, **changes):

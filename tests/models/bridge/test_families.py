@@ -118,5 +118,5 @@ def test_greedy_text_of_a_batch_is_that_of_transformers(target, wanted, shape, i
     llm = LLM(target, draft, shape=shape, graph_mode="cycle" if is_quick else "off", **options)
     params = SamplingParams(max_tokens=14, ignore_eos=True)
     for _ in range(2):  # the second time the prompts' prefixes are cached
-        replies = llm.generate([prompt for prompt, _ in wanted], params)
-        assert [reply.token_ids for reply in replies] == [text for _, text in wanted]
+        responses = llm.generate([prompt for prompt, _ in wanted], params)
+        assert [response.token_ids for response in responses] == [text for _, text in wanted]

@@ -150,10 +150,10 @@ def test_speculation_says_what_the_cast_target_says_alone(tmp_path):
     head = tiny_head(plain.target)
     prompts = [[3, 70, 91], [5, 99, 120, 33, 41]]
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    want = [reply.token_ids for reply in plain.generate(prompts, params)]
+    want = [response.token_ids for response in plain.generate(prompts, params)]
     for shape in ("3,1,4", "3,2,6"):
         llm = LLM(plain.target, head, max_context=96, quantization="fp8", shape=shape)
-        assert [reply.token_ids for reply in llm.generate(prompts, params)] == want
+        assert [response.token_ids for response in llm.generate(prompts, params)] == want
 
 
 def compressed(*weights, format="float-quantized"):

@@ -127,12 +127,12 @@ def test_speculation_says_what_the_target_says_alone(tmp_path):
     """By recordings too, and in the memory plan weights count by their bytes."""
     small, wide = save(tmp_path, OF_BLOCKS, inner=24)
     target = load_target(small, quantization="auto")
-    plain = [reply.token_ids for reply in decode((target, None), max_tokens=20)]
+    plain = [response.token_ids for response in decode((target, None), max_tokens=20)]
     models = target, tiny_head(target, draft_vocab_size=67)
     for shape, batch, mode in (("4,1,5", 5, "off"), ("3,2,6", 1, "cycle")):
-        replies = decode(models, shape, batch, max_tokens=20, options={"graph_mode": mode})
-        assert [reply.token_ids for reply in replies] == plain
-    assert plain == [reply.token_ids for reply in decode((load_target(wide), None), max_tokens=20)]
+        responses = decode(models, shape, batch, max_tokens=20, options={"graph_mode": mode})
+        assert [response.token_ids for response in responses] == plain
+    assert plain == [response.token_ids for response in decode((load_target(wide), None), max_tokens=20)]
     plan = plan_memory(target, None, resolved(1, 64))
     assert plan.weights == sum(tensor.nbytes for tensor in target.parameters())
     layers = [layer for layer in target.layers.modules() if isinstance(layer, FP8Experts | FP8Linear)]

@@ -58,7 +58,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 
 
 def test_a_slow_tokenizer_is_refused(tmp_path, monkeypatch):
-    """It has no offsets, by which replies are found."""
+    """It has no offsets, by which responses are found."""
     slow = SimpleNamespace(is_fast=False)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder, **options: slow)
     with pytest.raises(UserError, match="is a slow one"):

@@ -145,8 +145,8 @@ def test_greedy_text_is_that_of_transformers(target, wanted, shape):
     llm = LLM(target, draft, shape=shape, max_batch_size=4, max_context=128, page_size=4)
     params = SamplingParams(max_tokens=14, ignore_eos=True)
     for _ in range(2):
-        replies = llm.generate([prompt for prompt, _ in wanted], params)
-        assert [reply.token_ids for reply in replies] == [text for _, text in wanted]
+        responses = llm.generate([prompt for prompt, _ in wanted], params)
+        assert [response.token_ids for response in responses] == [text for _, text in wanted]
 
 
 def test_models_that_see_are_read_for_their_text(model, folder, target, tmp_path):

@@ -72,7 +72,7 @@ def test_the_distribution_is_the_targets(kind, what, spoiled):
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_replies_of_many_seeds_pass_a_chi_square_test(kind):
+def test_responses_of_many_seeds_pass_a_chi_square_test(kind):
     """With the random numbers of the engine: every spoiled row, and rows that are not."""
     count, verify = 2000, windows(kind, 1)[-1]
     tokens, weights = trees(Q, distinct=True) if kind == "tree" else chains(Q)

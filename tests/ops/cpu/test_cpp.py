@@ -578,7 +578,7 @@ def test_without_them_the_engine_says_the_same(monkeypatch):
     for is_there in (cpp.available(), False):
         monkeypatch.setattr(cpp, "available", lambda is_there=is_there: is_there)
         llm = LLM(target, head, shape="4,1,5", max_batch_size=3, max_context=256)
-        said.append([reply.token_ids for reply in llm.generate(prompts, SamplingParams(max_tokens=16))])
+        said.append([response.token_ids for response in llm.generate(prompts, SamplingParams(max_tokens=16))])
     assert said[0] == said[1]
 
 

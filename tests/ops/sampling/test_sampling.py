@@ -126,16 +126,18 @@ def test_penalties_follow_every_path_of_a_tree():
     logits = torch.randn(1, 6, V, generator=generator) * 4
     parents = torch.tensor([[0, 0, 0, 1, 3, 2]])
     tokens = torch.tensor([[9, 4, 5, 4, 8, 9]])
-    prompt, reply = [1, 2, 2, 7], [5, 9]
+    prompt, response = [1, 2, 2, 7], [5, 9]
     params = SamplingParams(
         temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.6,
         logit_bias={3: 2.5},
     )  # fmt: skip
     batch = batch_of(params, prompts=[prompt])
-    batch = batch._replace(counts=counts_after(batch.counts, torch.tensor([[*reply, 77]]), torch.tensor([2])))
+    batch = batch._replace(
+        counts=counts_after(batch.counts, torch.tensor([[*response, 77]]), torch.tensor([2]))
+    )
     ours = adjust_logits(logits, batch, tokens, ancestor_bits(parents, 5))
     for node, path in enumerate(([], [4], [5], [4, 4], [4, 4, 8], [5, 9])):
-        said = reply + path
+        said = response + path
         expected = RepetitionPenaltyLogitsProcessor(1.3)(
             torch.tensor([prompt + said]), logits[:, node].clone()
         )[0]

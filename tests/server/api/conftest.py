@@ -24,12 +24,12 @@ def tokenizer(target_folder):
 
 @pytest.fixture
 def scripted(tokenizer):
-    """``scripted(text, ...)`` makes (llm, engine) whose reply to every request is that text."""
+    """``scripted(text, ...)`` makes (llm, engine) whose response to every request is that text."""
 
     def make(
-        reply: str, *, slots: int = 4, max_context: int = 400, **options: Any
+        response: str, *, slots: int = 4, max_context: int = 400, **options: Any
     ) -> tuple[LLM, ScriptedEngine]:
-        ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(response, add_special_tokens=False)["input_ids"]
         llm = scripted_llm(tokenizer, max_batch_size=slots, max_context=max_context)
         return llm, ScriptedEngine(llm, lambda request: ids, **options)
 

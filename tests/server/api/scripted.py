@@ -1,7 +1,7 @@
-"""The real engine over a device that emits given tokens, for replies that no model can be made to give.
+"""The real engine over a device that emits given tokens, for responses that no model can be made to give.
 
-Queues, pages, the ends of replies, stop texts and counts are the engine's own. Replaced are the two calls of
-its runner that compute.
+Queues, pages, the ends of responses, stop texts and counts are the engine's own. Replaced are the two calls
+of its runner that compute.
 """
 
 import time
@@ -29,7 +29,7 @@ SHAPE = SpecShape(3, 1, 4)
 VOCAB_SIZE = 300
 NO_LIMIT = 10**9
 IDLE_S = 0.001
-"""Pause of a cycle that emits nothing, so that a reply that is held does not keep a core busy."""
+"""Pause of a cycle that emits nothing, so that a response that is held does not keep a core busy."""
 
 
 class AnyText:
@@ -55,12 +55,12 @@ class UnfollowedGrammars:
 
 
 class ScriptedEngine(Engine):
-    """Engine whose device emits the tokens of ``script(request)``, then one that ends the reply.
+    """Engine whose device emits the tokens of ``script(request)``, then one that ends the response.
 
     Args:
         llm: made by :func:`scripted_llm`.
-        script: the tokens of the reply to a request.
-        per_step: tokens of a cycle, at most four. The first token of a reply comes from its prompt, alone.
+        script: the tokens of the response to a request.
+        per_step: tokens of a cycle, at most four. The first token of a response comes from its prompt, alone.
         step_s: pause before each step, in seconds.
         hold_at: see ``most_tokens``.
         fail_at: number of steps after which a step raises; it can be set later.
@@ -68,8 +68,8 @@ class ScriptedEngine(Engine):
     Attributes:
         seen: requests that were added.
         grammars: are compiled as ever, and are not followed.
-        most_tokens: tokens that a reply gets. Steps go on then, and emit no more of it: it is being decoded
-            until it is aborted or :meth:`release` is called.
+        most_tokens: tokens that a response gets. Steps go on then, and emit no more of it: it is being
+            decoded until it is aborted or :meth:`release` is called.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ScriptedEngine(Engine):
         return self.scheduler.running
 
     def release(self) -> None:
-        """Let the replies that are held go on."""
+        """Let the responses that are held go on."""
         self.most_tokens = NO_LIMIT
 
     def add_request(self, request: Request) -> None:
@@ -115,7 +115,7 @@ class ScriptedEngine(Engine):
         return super().step()
 
     def _prefill_scripted(self, chunks: Sequence[Chunk]) -> list[Results]:
-        """Emit the first token of each reply whose prompt ends here."""
+        """Emit the first token of each response whose prompt ends here."""
         requests = [chunk.request for chunk in chunks]
         counts = []
         for chunk in chunks:
@@ -129,13 +129,13 @@ class ScriptedEngine(Engine):
     def _decode_scripted(
         self, requests: list[Request], shape: SpecShape, ngram: Any = None, wanted: Any = None
     ) -> Results:
-        """Emit the next tokens of each reply."""
+        """Emit the next tokens of each response."""
         emitted = self._emit(requests, [self.per_step] * len(requests), shape.steps + 1)
         sequences = [request.sequence for request in requests]
         return Results(requests, sequences, emitted, [shape.tokens - 1] * len(requests), shape=shape)
 
     def _emit(self, requests: Sequence[Request], counts: Sequence[int], width: int) -> HostCopy:
-        """The next tokens of each reply, at most as many as ``counts``, in rows of ``width``."""
+        """The next tokens of each response, at most as many as ``counts``, in rows of ``width``."""
         # The tokens.
         rows = []
         emitted_counts = []

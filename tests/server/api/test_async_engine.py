@@ -13,14 +13,14 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.server import async_engine
 from eagle_kit.server.async_engine import AsyncEngine
-from eagle_kit.server.reply import Delta, EngineFailed, Overloaded
+from eagle_kit.server.response import Delta, EngineFailed, Overloaded
 
 GREEDY = SamplingParams(max_tokens=200)
 
 
-def run(scripted, coroutine, *, reply="abcdefghijklmnopqrstuvwxyz" * 2, capacity=400, **options):
+def run(scripted, coroutine, *, response="abcdefghijklmnopqrstuvwxyz" * 2, capacity=400, **options):
     """Run ``coroutine(llm, engine, async_engine)``; afterwards nothing may be left."""
-    llm, inner = scripted(reply, **options)
+    llm, inner = scripted(response, **options)
 
     async def main():
         engine = AsyncEngine(inner, capacity=capacity)
@@ -54,20 +54,20 @@ def test_deltas_join_to_text_and_tokens(scripted):
 
 def test_a_slow_reader_gets_what_it_missed_as_one_delta(scripted):
     async def check(llm, inner, engine):
-        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
-        while reply.finish_reason is None:
+        (response,) = await engine.add([llm.make_request([5], GREEDY)])
+        while response.finish_reason is None:
             await asyncio.sleep(0.01)
-        deltas = [delta async for delta in reply]
+        deltas = [delta async for delta in response]
         assert len(deltas) == 1 and len(deltas[0].token_ids) == 53 and deltas[0].finish_reason == "stop"
 
     run(scripted, check)
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 17])
-def test_a_reply_ends_where_the_context_does(scripted, num_prompt_tokens):
+def test_a_response_ends_where_the_context_does(scripted, num_prompt_tokens):
     async def check(llm, inner, engine):
-        (reply,) = await engine.add([llm.make_request([5] * num_prompt_tokens, GREEDY)])
-        delta = await reply.collect()
+        (response,) = await engine.add([llm.make_request([5] * num_prompt_tokens, GREEDY)])
+        delta = await response.collect()
         assert (delta.finish_reason, num_prompt_tokens + len(delta.token_ids)) == ("context", 32)
 
     run(scripted, check, max_context=32)
@@ -81,8 +81,8 @@ def test_requests_are_taken_all_or_none(scripted):
             await asyncio.sleep(0.01)
         assert inner.totals.num_finished == {"abort": 2}
         inner.release()
-        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
-        assert (await reply.collect()).finish_reason == "stop"
+        (response,) = await engine.add([llm.make_request([5], GREEDY)])
+        assert (await response.collect()).finish_reason == "stop"
 
     run(scripted, check, hold_at=6)
 
@@ -125,7 +125,7 @@ def test_capacity_counts_everything_on_its_way(scripted):
         (last,) = await engine.add([llm.make_request([5], GREEDY)])
         (probe,) = await engine.add([llm.make_request([5], GREEDY)], is_probe=True)
         inner.release()
-        await asyncio.gather(*(reply.collect() for reply in (*first, last, probe)))
+        await asyncio.gather(*(response.collect() for response in (*first, last, probe)))
         await engine.add([llm.make_request([5], GREEDY) for _ in range(4)])
 
     run(scripted, check, capacity=4, hold_at=6)
@@ -155,7 +155,7 @@ def test_a_full_queue_has_room_for_clients_with_few_requests(scripted):
             await engine.add(of("f", llm, 1))
 
         inner.release()
-        ended = await asyncio.gather(*(reply.collect() for reply in (*many, *few)))
+        ended = await asyncio.gather(*(response.collect() for response in (*many, *few)))
         assert {delta.finish_reason for delta in ended} == {"stop"}
 
     run(scripted, check, capacity=32, hold_at=6, slots=2)
@@ -173,8 +173,8 @@ def test_requests_whose_grammars_are_being_compiled_count_for_their_client(scrip
         (free,) = await engine.add(of("b", llm, 1))
         assert (await free.collect()).finish_reason == "stop"
         gate.set()
-        for (reply,) in await asyncio.gather(*bound):
-            assert (await reply.collect()).finish_reason == "stop"
+        for (response,) in await asyncio.gather(*bound):
+            assert (await response.collect()).finish_reason == "stop"
         assert not engine._num_reserved
 
     run(scripted, check, capacity=16)
@@ -182,40 +182,42 @@ def test_requests_whose_grammars_are_being_compiled_count_for_their_client(scrip
 
 def test_a_failure_reaches_readers_waiting_ones_and_late_ones(scripted):
     async def check(llm, inner, engine):
-        replies = await engine.add([llm.make_request([5], GREEDY) for _ in range(3)])
-        for result in await asyncio.gather(*(reply.collect() for reply in replies), return_exceptions=True):
+        responses = await engine.add([llm.make_request([5], GREEDY) for _ in range(3)])
+        for result in await asyncio.gather(
+            *(response.collect() for response in responses), return_exceptions=True
+        ):
             assert isinstance(result, EngineFailed)
         assert engine.health == "unhealthy"
         with pytest.raises(EngineFailed):
             await engine.add([llm.make_request([5], GREEDY)])
-        for reply in replies:
-            reply.close()
+        for response in responses:
+            response.close()
 
     run(scripted, check, slots=2, fail_at=4)
 
 
 def test_a_shutdown_with_and_without_grace(scripted):
     async def check(llm, inner, engine):
-        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
-        await anext(reply)
+        (response,) = await engine.add([llm.make_request([5], GREEDY)])
+        await anext(response)
         shutdown = asyncio.create_task(engine.shutdown(grace_s=20))
         await asyncio.sleep(0)  # it has begun
         inner.release()
         await shutdown
-        assert (await reply.collect()).finish_reason == "stop"
+        assert (await response.collect()).finish_reason == "stop"
         with pytest.raises(Overloaded, match="shutting down"):
             await engine.add([llm.make_request([5], GREEDY)])
 
     run(scripted, check, hold_at=6)
 
     async def check_abort(llm, inner, engine):
-        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
-        first = await anext(reply)
+        (response,) = await engine.add([llm.make_request([5], GREEDY)])
+        first = await anext(response)
         await engine.shutdown()
         whole = Delta()
         whole.add(first)
-        whole.add(await reply.collect())
-        assert whole.finish_reason == "abort" and whole.text == reply.request.stream.text != ""
+        whole.add(await response.collect())
+        assert whole.finish_reason == "abort" and whole.text == response.request.stream.text != ""
 
     run(scripted, check_abort, hold_at=6)
 
@@ -229,7 +231,7 @@ def test_a_shutdown_with_and_without_grace(scripted):
             await other.collect()
         inner.release()
         await shutdown
-        assert [(await reply.collect()).finish_reason for reply in both] == ["stop", "stop"]
+        assert [(await response.collect()).finish_reason for response in both] == ["stop", "stop"]
 
     run(scripted, check_waiting, hold_at=6, slots=1)
 
@@ -260,8 +262,8 @@ def test_requests_with_a_grammar_count_while_it_is_compiled_and_hold_nothing_up(
         assert threading.active_count() < 100
         gate.set()
         inner.release()
-        for (reply,) in await asyncio.gather(*bound):
-            assert (await reply.collect()).finish_reason == "stop"
+        for (response,) in await asyncio.gather(*bound):
+            assert (await response.collect()).finish_reason == "stop"
         assert not engine._num_reserved
 
     run(scripted, check, capacity=3)
@@ -310,8 +312,8 @@ def test_short_grammars_go_before_long_ones_and_those_of_clients_that_left_are_n
             await adding[2]
         await asyncio.sleep(0)  # the queue hears of it
         gate.set()
-        for (reply,) in await asyncio.gather(*adding[:2], *adding[3:]):
-            assert (await reply.collect()).finish_reason == "stop"
+        for (response,) in await asyncio.gather(*adding[:2], *adding[3:]):
+            assert (await response.collect()).finish_reason == "stop"
         assert begun == ["first", "", "b", "a", "longer", "the longest of all"] and not engine._num_reserved
 
     run(scripted, check, capacity=8)
@@ -338,8 +340,8 @@ def test_a_client_with_many_grammars_does_not_hold_those_of_others(scripted):
         adding.append(add("b", "longer than all others"))
         await asyncio.sleep(0)
         gate.set()
-        for (reply,) in await asyncio.gather(*adding):
-            await reply.collect()
+        for (response,) in await asyncio.gather(*adding):
+            await response.collect()
         assert begun == ["a", "longer than all others", "aa", "aaa", "aaaa"]
 
     run(scripted, check, capacity=32)
@@ -355,7 +357,7 @@ async def main():
     inner = Any(has_work=False, prepare=lambda request: time.sleep(60))
     engine = AsyncEngine(inner, capacity=4)
     engine.start()
-    request = Any(params=Any(constraint=Any(text='a')), reply=Any(match=None), client='')
+    request = Any(params=Any(constraint=Any(text='a')), response=Any(match=None), client='')
     adding = asyncio.ensure_future(engine.add([request]))
     await asyncio.sleep(0.1)
     await engine.shutdown(1)
@@ -385,11 +387,11 @@ def test_readers_hear_of_a_lost_rank_while_a_step_waits_for_it(scripted, monkeyp
 
         inner.step = step
         engine.on_stuck = told.append
-        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        (response,) = await engine.add([llm.make_request([5], GREEDY)])
         assert await asyncio.to_thread(in_a_step.wait, 20)
         engine.fail(error)
         with pytest.raises(EngineFailed, match="RankLost"):
-            await reply.collect()
+            await response.collect()
         while is_stuck and not told:
             await asyncio.sleep(0.01)
         assert engine.failure is error
@@ -408,9 +410,9 @@ def test_a_rank_that_is_lost_behind_an_error_of_the_device_is_told(scripted):
 
     async def check(llm, inner, engine):
         engine.on_failure = told.append
-        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        (response,) = await engine.add([llm.make_request([5], GREEDY)])
         with pytest.raises(EngineFailed, match="RuntimeError"):
-            await reply.collect()
+            await response.collect()
         engine.fail(error)
         while len(told) < 2:
             await asyncio.sleep(0.01)
@@ -439,9 +441,9 @@ def test_the_first_error_by_which_a_lost_rank_is_known_is_logged(scripted, caplo
                 raise RankLost("Rank 1 has ended.") from error
 
         inner.step = lose
-        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        (response,) = await engine.add([llm.make_request([5], GREEDY)])
         with pytest.raises(EngineFailed, match="RankLost"):
-            await reply.collect()
+            await response.collect()
 
     run(scripted, check, fail_at=1)
     if is_told:

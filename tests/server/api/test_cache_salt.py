@@ -26,7 +26,7 @@ def ngram_llm(target_folder):
 
 
 def ask(http, prompt, **body):
-    """Cached tokens and accept length of a greedy reply, and its text."""
+    """Cached tokens and accept length of a greedy response, and its text."""
     given = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **body}
     answer = http.post(COMPLETE, json={**given, "return_speculation": True})
     assert answer.status_code == 200, answer.text

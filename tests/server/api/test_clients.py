@@ -1,5 +1,5 @@
 """What a client cannot do: be served under a foreign name, choose its address, hide a request in another,
-have its text echoed without bound, use an endpoint without limits, or end the replies of others."""
+have its text echoed without bound, use an endpoint without limits, or end the responses of others."""
 
 import json
 import logging
@@ -22,12 +22,12 @@ from tests.server.api.serving import serving, wait_until
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
-LONG = "a long reply " * 8
+LONG = "a long response " * 8
 NAME = "z" * 3000
 
 
 def has_begun(engine, count):
-    """Whether so many replies are being decoded."""
+    """Whether so many responses are being decoded."""
     return len(engine.running) == count and all(request.token_ids for request in engine.running)
 
 
@@ -277,7 +277,7 @@ def test_every_request_counts_against_the_limit_whatever_comes_of_it(scripted, m
             assert server.http.get(path).status_code == 200
 
 
-def test_replies_of_other_clients_are_aborted_by_no_id_that_can_be_guessed(scripted):
+def test_responses_of_other_clients_are_aborted_by_no_id_that_can_be_guessed(scripted):
     llm, engine = scripted(LONG, hold_at=6)
     with serving(llm, engine) as server, ThreadPoolExecutor(3) as pool:
 

@@ -63,8 +63,8 @@ STATED = {
         f"pages of `--page-size` tokens ({ENGINE.page_size})",
     ],
     "serve-a-model": [
-        f"replies decoded together ({ENGINE.max_batch_size})",
-        f"replies that may wait ({SERVER.max_queued})",
+        f"responses decoded together ({ENGINE.max_batch_size})",
+        f"responses that may wait ({SERVER.max_queued})",
         f"`--grace-period` seconds ({SERVER.grace_period_s:g})",
         f"at most {cpu_graph.MAX_RECORDINGS} a process",
     ],
@@ -74,7 +74,7 @@ STATED = {
         f"after {STUCK_S:g} seconds, and ends {NOTIFY_S:g} later",
     ],
     "share-a-server-fairly": [
-        f"`--max-running-requests` ({ENGINE.max_batch_size}) replies",
+        f"`--max-running-requests` ({ENGINE.max_batch_size}) responses",
         f"`--max-queued-requests` ({SERVER.max_queued}) more",
         f"a turn of {scheduler.QUANTUM_TOKENS} tokens",
         f"more than {scheduler.SHORT_QUANTUM_TOKENS} of that turn",

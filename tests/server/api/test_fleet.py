@@ -1,4 +1,4 @@
-"""Two servers behind a balancer: a rolling restart under load loses no reply."""
+"""Two servers behind a balancer: a rolling restart under load loses no response."""
 
 import json
 import threading
@@ -48,11 +48,11 @@ class Replica:
 
 
 class Load:
-    """Clients that ask again and again, for streams and for whole replies in turn.
+    """Clients that ask again and again, for streams and for whole responses in turn.
 
     Attributes:
         under_way: servers that stream to a client now.
-        finished: servers of replies, with the text that one process alone gives, and when they ended.
+        finished: servers of responses, with the text that one process alone gives, and when they ended.
         errors: of clients, which end with them.
     """
 
@@ -88,7 +88,7 @@ class Load:
         self.finished.append((server, time.monotonic()))
 
     def has_finished(self, replica, since=0.0):
-        """Whether a reply of the replica has come, or a client has failed."""
+        """Whether a response of the replica has come, or a client has failed."""
         return bool(self.errors) or any(server == replica.url and at > since for server, at in self.finished)
 
 
@@ -113,7 +113,7 @@ def expected(target_folder):
     return [out.text for out in llm.generate(ids, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))]
 
 
-def test_a_rolling_restart_under_load_loses_no_reply(target_folder, expected, tmp_path):
+def test_a_rolling_restart_under_load_loses_no_response(target_folder, expected, tmp_path):
     first, second = replicas = [Replica(target_folder, tmp_path / f"replica-{i}.log") for i in range(2)]
     with ExitStack() as stack:
         for replica in replicas:

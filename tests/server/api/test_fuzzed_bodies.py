@@ -327,8 +327,8 @@ async def send_bodies(app: Any, path: str, num_bodies: int) -> list[Answer]:
     async with app.router.lifespan_context(app), client:
         for seed in range(num_bodies):
             body = Bodies(seed).body(path)
-            reply = await asyncio.wait_for(client.post(path, json=body), MOST_S)
-            answers.append(Answer(seed, reply.status_code, reply.text))
+            response = await asyncio.wait_for(client.post(path, json=body), MOST_S)
+            answers.append(Answer(seed, response.status_code, response.text))
     return answers
 
 

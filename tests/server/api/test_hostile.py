@@ -143,7 +143,7 @@ def wanted(schema):
 
 
 def burst(server, schema):
-    """Ask for a schema four times at once, and for a reply of another kind meanwhile -> CPU seconds."""
+    """Ask for a schema four times at once, and for a response of another kind meanwhile -> CPU seconds."""
     before = time.process_time()
     with ThreadPoolExecutor(5) as pool:
         bad = [pool.submit(chat, server, response_format=wanted(schema)) for _ in range(4)]

@@ -5,11 +5,11 @@ import tracemalloc
 
 import pytest
 
-from eagle_kit.core.output import ReplyLogprobs
+from eagle_kit.core.output import ResponseLogprobs
 from eagle_kit.server.api import answer
 from eagle_kit.server.api.params import MAX_REQUEST_LOGPROBS
 from eagle_kit.server.api.responses import ChatChunk, ChatResponse, CompletionChunk, CompletionResponse
-from eagle_kit.server.reply import Delta
+from eagle_kit.server.response import Delta
 from tests.server.api.scripted import ScriptedEngine, scripted_llm
 from tests.server.api.serving import serving
 
@@ -55,11 +55,11 @@ def sent(monkeypatch):
 
 @pytest.fixture
 def late_reader(monkeypatch):
-    """Streams whose reader finds each reply as one delta."""
+    """Streams whose reader finds each response as one delta."""
 
-    async def merge(replies):
-        for index, reply in enumerate(replies):
-            yield index, await reply.collect()
+    async def merge(responses):
+        for index, response in enumerate(responses):
+            yield index, await response.collect()
 
     monkeypatch.setattr(answer, "merge", merge)
 
@@ -69,7 +69,7 @@ def test_a_token_takes_few_bytes_in_a_request_and_in_its_reader():
     values = [-float(i) for i in range(20)]
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    entries = ReplyLogprobs()
+    entries = ResponseLogprobs()
     unread = Delta()
     for start in range(0, count, 4):
         for token in range(start, start + 4):

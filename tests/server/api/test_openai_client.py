@@ -28,7 +28,7 @@ def create(real_server, **options):
     )
 
 
-def test_a_stream_joins_to_the_whole_reply(real_server):
+def test_a_stream_joins_to_the_whole_response(real_server):
     for options in ({"temperature": 0}, {"seed": 5}, {"seed": 6, "stop": ["e", "a"]}, {"seed": 7, "n": 2}):
         whole = create(real_server, **options)
         texts, reasons = [""] * len(whole.choices), [None] * len(whole.choices)
@@ -64,7 +64,7 @@ def test_greedy_text_is_what_the_engine_decodes_alone(real_server, target_folder
 def test_logprobs_are_those_of_the_target(real_server):
     answer = create(real_server, temperature=0, logprobs=True, top_logprobs=3, max_completion_tokens=6)
     entries = answer.choices[0].logprobs.content
-    reply = b"".join(bytes(entry.bytes) for entry in entries)
+    response = b"".join(bytes(entry.bytes) for entry in entries)
     ids = real_server.llm.tokenize_chat(MESSAGES)
     for entry in entries:
         logprobs = real_server.llm.logits(ids)[-1].log_softmax(-1)
@@ -72,7 +72,7 @@ def test_logprobs_are_those_of_the_target(real_server):
         assert entry.logprob == pytest.approx(float(values[0]), abs=1e-3)
         assert [top.logprob for top in entry.top_logprobs] == pytest.approx(values.tolist(), abs=1e-3)
         ids.append(int(best[0]))
-    assert reply.decode(errors="replace").startswith(answer.choices[0].message.content.rstrip("�"))
+    assert response.decode(errors="replace").startswith(answer.choices[0].message.content.rstrip("�"))
 
 
 def test_completions_take_texts_and_ids_and_count_cached_tokens(real_server):
@@ -86,7 +86,7 @@ def test_completions_take_texts_and_ids_and_count_cached_tokens(real_server):
     assert second.usage.prompt_tokens_details.cached_tokens > len(ids)
 
 
-def test_structured_replies_match_their_grammar(real_server):
+def test_structured_responses_match_their_grammar(real_server):
     schema = {
         "type": "object",
         "properties": {"name": {"enum": ["cat", "dog"]}, "ok": {"type": "boolean"}},
@@ -205,7 +205,7 @@ def num_requests(url: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("eagle_kit:num_requests"))
 
 
-def test_sigterm_under_load_returns_every_reply_and_exits_with_0(target_folder, tmp_path):
+def test_sigterm_under_load_returns_every_response_and_exits_with_0(target_folder, tmp_path):
     options = ["--max-running-requests", 2, "--grace-period", 0.5, "--max-context", 512]
     process = ServerProcess(target_folder, "--port", 0, *options, log=tmp_path / "log")
     try:

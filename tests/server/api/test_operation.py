@@ -24,7 +24,7 @@ from tests.server.api.serving import serving, wait_until
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
-LONG = "a long reply " * 8
+LONG = "a long response " * 8
 
 
 def body(**changes):
@@ -68,7 +68,7 @@ def test_an_empty_key_is_an_error_and_never_an_open_server(given, monkeypatch, c
 
 
 def has_begun(engine, count):
-    """Whether so many replies are being decoded."""
+    """Whether so many responses are being decoded."""
     return len(engine.running) == count and all(request.token_ids for request in engine.running)
 
 
@@ -230,7 +230,7 @@ def test_a_request_costs_the_same_however_many_clients_there_are(monkeypatch):
     assert len(limits._buckets) == 6_000 and buckets.num_seen <= 4 * 18_000
 
 
-def test_a_reply_can_be_aborted_by_its_id_or_with_all_others(scripted):
+def test_a_response_can_be_aborted_by_its_id_or_with_all_others(scripted):
     llm, engine = scripted(LONG, hold_at=6)
     with serving(llm, engine) as server, ThreadPoolExecutor(3) as pool:
 
@@ -274,7 +274,7 @@ def test_requests_of_one_id_are_aborted_together_and_end_apart(scripted):
                 reasons = {choice["finish_reason"] for choice in each.result().json()["choices"]}
                 assert reasons == {"abort"}
             wait_until(lambda: not server.service._live)
-        # The first of two replies ends with the context, and is not there any more to be aborted.
+        # The first of two responses ends with the context, and is not there any more to be aborted.
         mixed = start(prompt=[[5] * 397, [5]], max_tokens=None)
         wait_until(lambda: has_begun(engine, 1) and engine.totals.num_finished["length"] == 3)
         assert server.http.post("/abort", json={"request_id": "same"}).json() == {"num_aborted": 1}
@@ -397,12 +397,12 @@ def test_a_probe_ends_in_time_when_a_step_does_not(scripted, monkeypatch):
 
     monkeypatch.setattr(engine, "step", step)
     with serving(llm, engine) as server, ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(server.http.post, CHAT, json=body(max_tokens=3))
+        response = pool.submit(server.http.post, CHAT, json=body(max_tokens=3))
         assert has_begun_step.wait(20)
         answer = httpx.get(f"{server.url}/health_generate")
         assert (answer.status_code, answer.json()) == (503, {"status": "busy"})
         may_end.set()
-        assert reply.result().status_code == 200
+        assert response.result().status_code == 200
 
 
 def test_probes_share_one_generation_and_its_answer_for_a_while(scripted, monkeypatch):
@@ -454,7 +454,7 @@ def test_what_has_no_token_when_the_time_is_over_is_a_503(scripted):
         assert running.result().status_code == 503
 
 
-def test_while_replies_finish_it_is_alive_but_not_ready_and_refuses_what_comes(scripted):
+def test_while_responses_finish_it_is_alive_but_not_ready_and_refuses_what_comes(scripted):
     llm, engine = scripted(LONG, hold_at=6)
     with serving(llm, engine, grace_period_s=20.0) as server, ThreadPoolExecutor(1) as pool:
         for path in ("/health", "/health/ready", "/health/live"):
@@ -483,7 +483,7 @@ def test_while_replies_finish_it_is_alive_but_not_ready_and_refuses_what_comes(s
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_does_not_wait_for_replies_that_finish(scripted, first):
+def test_ctrl_c_does_not_wait_for_responses_that_finish(scripted, first):
     llm, engine = scripted(LONG, slots=1, hold_at=6)
     with serving(llm, engine, grace_period_s=60.0) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(httpx.post, server.url + CHAT, json=body(stream=True), timeout=30)
@@ -498,7 +498,7 @@ def test_ctrl_c_does_not_wait_for_replies_that_finish(scripted, first):
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_sigterm_that_is_sent_again_cuts_no_reply(scripted, first):
+def test_sigterm_that_is_sent_again_cuts_no_response(scripted, first):
     llm, engine = scripted(LONG, slots=1, hold_at=6)
     with serving(llm, engine, grace_period_s=60.0) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(httpx.post, server.url + CHAT, json=body(), timeout=30)

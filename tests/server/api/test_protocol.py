@@ -11,7 +11,7 @@ import openai
 import pytest
 from chat_templates import tokenizer_for
 
-from eagle_kit.core.output import ReplyLogprobs
+from eagle_kit.core.output import ResponseLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.data.chat.forms import to_conversation
@@ -29,7 +29,7 @@ from tests.server.api.serving import serving
 
 TEXT = "Grüße, 世界! \U0001f600 The end of it."
 NUM_TOKENS = len(TEXT.encode()) + 1
-"""Tokens of the reply: one a byte, and the one that ends it."""
+"""Tokens of the response: one a byte, and the one that ends it."""
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -56,7 +56,7 @@ def complete(server, **body):
     return post(server, "/v1/completions", {"prompt": "ab", "max_tokens": 200, **body})
 
 
-def test_a_stream_shows_whole_characters_only_and_joins_to_the_whole_reply(one_byte_a_step):
+def test_a_stream_shows_whole_characters_only_and_joins_to_the_whole_response(one_byte_a_step):
     client = one_byte_a_step.openai
     stream = client.chat.completions.create(
         model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
@@ -79,7 +79,7 @@ def test_a_stream_shows_whole_characters_only_and_joins_to_the_whole_reply(one_b
     "stop", ["世界", ["The", "世"], ["end of", "zzz"], ["zzz", "end of"], ["\U0001f600 T"]]
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_stop_text_across_tokens_never_shows_and_ends_the_reply(one_byte_a_step, stop, stream):
+def test_a_stop_text_across_tokens_never_shows_and_ends_the_response(one_byte_a_step, stop, stream):
     first = min(TEXT.find(text) for text in ([stop] if isinstance(stop, str) else stop) if text in TEXT)
     answer = one_byte_a_step.openai.completions.create(
         model="tiny", prompt="ab", max_tokens=200, stop=stop, stream=stream
@@ -93,7 +93,7 @@ def test_a_stop_text_across_tokens_never_shows_and_ends_the_reply(one_byte_a_ste
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_token_that_ends_the_reply_is_counted_and_is_no_text(one_byte_a_step, tokenizer, stream):
+def test_a_token_that_ends_the_response_is_counted_and_is_no_text(one_byte_a_step, tokenizer, stream):
     """``T`` is a token like any other, unlike the special ones, which no text shows anyway."""
     (token,) = tokenizer("T", add_special_tokens=False)["input_ids"]
     shown = TEXT[: TEXT.index("T")]
@@ -110,7 +110,7 @@ def test_a_token_that_ends_the_reply_is_counted_and_is_no_text(one_byte_a_step, 
     assert last["usage"]["completion_tokens"] == len(shown.encode()) + 1
 
 
-def test_max_tokens_ends_a_reply_with_length_and_releases_what_was_held(one_byte_a_step):
+def test_max_tokens_ends_a_response_with_length_and_releases_what_was_held(one_byte_a_step):
     answer = complete(one_byte_a_step, max_tokens=3).json()
     assert answer["choices"][0] == {"index": 0, "text": "Gr�", "logprobs": None, "finish_reason": "length"}
     assert answer["usage"]["completion_tokens"] == 3
@@ -297,7 +297,7 @@ def test_logprobs_have_both_shapes_with_bytes_of_cut_characters(one_byte_a_step)
     assert logprobs["top_logprobs"][0] == {"G": -0.5, "<|endoftext|>": -1.5}
 
 
-def test_streamed_logprobs_are_those_of_the_whole_reply(one_byte_a_step):
+def test_streamed_logprobs_are_those_of_the_whole_response(one_byte_a_step):
     whole = complete(one_byte_a_step, logprobs=0).json()["choices"][0]["logprobs"]
     parts = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for data in events(
@@ -320,7 +320,7 @@ def test_names_of_tokens_are_found_once(tokenizer, monkeypatch):
     find = names._bytes
     calls = []
     monkeypatch.setattr(names, "_bytes", lambda token, text: calls.append(token) or find(token, text))
-    entries = ReplyLogprobs()
+    entries = ResponseLogprobs()
     for _ in range(4):
         entries.append(-0.5, [70, 71], [-0.5, -1.5])
     content = json.loads("".join(chat_logprobs(names, [70] * 4, entries)))["content"]
@@ -346,7 +346,7 @@ def test_tokens_of_all_bytes_are_known_by_them(tokenizer):
 
 
 def test_a_probability_of_zero_is_a_number_of_json(tokenizer):
-    entries = ReplyLogprobs()
+    entries = ResponseLogprobs()
     entries.append(-math.inf, [70, 71], [-math.inf, -0.5])
     names = TokenNames(tokenizer)
     (chosen,) = json.loads("".join(chat_logprobs(names, [70], entries)))["content"]
@@ -535,7 +535,9 @@ def test_reasoning_and_template_arguments_reach_the_template_as_in_data_preparat
         record = body | {"messages": messages, "chat_template_kwargs": kwargs}
         rows = ChatRenderer(tokenizer).tokenize_chat(to_conversation(record, "x"), 10_000, Counter())
         prompts = [
-            row.ids[: (row.reply == n).argmax()].tolist() for row in rows for n in range(row.reply.max() + 1)
+            row.ids[: (row.response == n).argmax()].tolist()
+            for row in rows
+            for n in range(row.response.max() + 1)
         ]
         for turn, prompt in zip((1, 3, 5), prompts, strict=True):
             asked = body | {"messages": messages[:turn], "chat_template_kwargs": kwargs}
@@ -633,7 +635,7 @@ def test_every_metric_is_a_number_of_its_own(scripted):
         assert found[f'eagle_kit:request_success_total{{finished_reason="{reason}",{label}}}'] == number
 
 
-def test_latencies_are_seconds_of_each_token_and_of_the_whole_reply(scripted):
+def test_latencies_are_seconds_of_each_token_and_of_the_whole_response(scripted):
     llm, engine = scripted("abc")
     metrics = Metrics(engine, "tiny")
     request = llm.make_request([5], SamplingParams())
@@ -672,7 +674,7 @@ def test_metrics_count_what_the_engine_did(scripted):
         value("spec_decode_num_accepted_tokens_per_pos_total", f'model_name="tiny",position="{i}"')
         for i in (0, 1)
     ]
-    assert positions == [3, 2], "the last cycle emits the token that ends the reply, which was drafted"
+    assert positions == [3, 2], "the last cycle emits the token that ends the response, which was drafted"
     assert value("prompt_tokens_total") == 4 and value("generation_tokens_total") == 8
     assert value("request_success_total", 'finished_reason="stop",model_name="tiny"') == 1
     assert samples["process_resident_memory_bytes"] > 1e8

@@ -218,9 +218,9 @@ def test_the_report_names_causes_in_order_only_when_acceptance_is_low():
     ):
         assert SelfTest(length, 100, 1.0, 2.0, None, is_tree).is_low is is_low
     slow = report(SelfTest(2.5, 100, 2.5, 2.0, None), exact=True, low_causes=causes)
-    assert len(slow) == 2 and slow[1].startswith("note: these replies are slower with speculation")
+    assert len(slow) == 2 and slow[1].startswith("note: these responses are slower with speculation")
     own = SelfTest(2.5, 100, 2.5, 2.0, None)
     assert len(report(own, exact=True, low_causes=causes, is_given=False)) == 1
     differing = SelfTest(2.5, 100, 1.0, 2.0, (3, 7))
-    assert report(differing, exact=True, low_causes=causes)[1].startswith("warning: reply 3 differs")
+    assert report(differing, exact=True, low_causes=causes)[1].startswith("warning: response 3 differs")
     assert report(differing, exact=False, low_causes=causes)[1].startswith("note: ")

@@ -1,5 +1,5 @@
-"""Stop texts that are found beside the engine end a reply at the same token, with the same counts, as those
-that are looked for in every step."""
+"""Stop texts that are found beside the engine end a response at the same token, with the same counts, as
+those that are looked for in every step."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ from tiny import tiny_head
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.llm import LLM
 from eagle_kit.server.async_engine import AsyncEngine
-from eagle_kit.server.reply import Delta, EngineFailed
+from eagle_kit.server.response import Delta, EngineFailed
 
 NUM_REQUESTS = 24
 
@@ -31,8 +31,8 @@ def make(models, lag, **options):
 
 @pytest.fixture(scope="module")
 def expected(models):
-    """Prompts and parameters, and what lag 0 replies: half of them end at a stop text, at the last token, the
-    first, or in between, some at one that only the end of the reply completes."""
+    """Prompts and parameters, and what lag 0 responses: half of them end at a stop text, at the last token,
+    the first, or in between, some at one that only the end of the response completes."""
     rng, llm = random.Random(5), make(models, 0)
     prompts = [[rng.randrange(5, 60) for _ in range(rng.randrange(2, 12))] for _ in range(NUM_REQUESTS)]
     kinds = [
@@ -66,7 +66,7 @@ def counters(totals):
     return totals.num_generated_tokens, totals.num_draft_tokens, totals.spec, totals.num_finished
 
 
-def test_a_call_a_step_behind_replies_the_same(models, expected):
+def test_a_call_a_step_behind_responses_the_same(models, expected):
     prompts, params, outputs, totals = expected
     llm = make(models, 1)
     assert [facts(each) for each in llm.generate(prompts, params)] == [facts(each) for each in outputs]
@@ -76,7 +76,7 @@ def test_a_call_a_step_behind_replies_the_same(models, expected):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_server_replies_the_same(models, expected, lag):
+def test_a_server_responses_the_same(models, expected, lag):
     prompts, params, outputs, totals = expected
     llm = make(models, lag)
     engine = llm.engine()
@@ -100,7 +100,7 @@ def test_a_server_replies_the_same(models, expected, lag):
         for delta in deltas:
             whole.add(delta)
         assert (whole.text, whole.token_ids) == (request.stream.text, request.token_ids)
-        assert whole.logprobs == request.reply.logprobs and whole.finish_reason == request.finish_reason
+        assert whole.logprobs == request.response.logprobs and whole.finish_reason == request.finish_reason
         assert observed[request.number] == len(request.token_ids)
 
     async def main():
@@ -145,7 +145,7 @@ class Panic(BaseException):
 
 
 class Broken:
-    """A tokenizer that fails on a reply of some length."""
+    """A tokenizer that fails on a response of some length."""
 
     def decode(self, ids, skip_special_tokens=True):
         if len(ids) > 1:
@@ -166,7 +166,7 @@ KINDS = [{}, {"stop": ("never to be found",)}]
 
 @pytest.mark.parametrize("kind", KINDS, ids=["no stop text", "stop text"])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_text_that_cannot_be_made_ends_its_reply_alone(models, lag, kind):
+def test_a_text_that_cannot_be_made_ends_its_response_alone(models, lag, kind):
     llm = make(models, lag)
     engine, finished = llm.engine(), []
 
@@ -181,11 +181,11 @@ def test_a_text_that_cannot_be_made_ends_its_reply_alone(models, lag, kind):
         served = AsyncEngine(engine, capacity=10, observer=Observer())
         served.start()
         good, bad = broken_and_good(llm, **kind)
-        replies = await served.add([good]) + await served.add([bad])
+        responses = await served.add([good]) + await served.add([bad])
         async with asyncio.timeout(60):
             with pytest.raises(EngineFailed, match="could not be made .Panic"):
-                await replies[1].collect()
-            assert len((await replies[0].collect()).token_ids) == 40
+                await responses[1].collect()
+            assert len((await responses[0].collect()).token_ids) == 40
             assert served.health == "ok"
             await served.shutdown()
         assert served.num_live == 0 and bad.finish_reason in ("abort", "error", "length")
@@ -197,7 +197,7 @@ def test_a_text_that_cannot_be_made_ends_its_reply_alone(models, lag, kind):
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("kind", KINDS, ids=["no stop text", "stop text"])
-def test_a_call_gets_the_other_replies(models, lag, kind, monkeypatch):
+def test_a_call_gets_the_other_responses(models, lag, kind, monkeypatch):
     llm = make(models, lag)
     good, bad = broken_and_good(llm, **kind)
     made = iter([good, bad])

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from eagle_kit.data.chat.reply.choice import choose_forms
+from eagle_kit.data.chat.response.choice import choose_forms
 from eagle_kit.engine.llm import LLM
 from tests.server.api.serving import serving
-from tests.server.api.test_reply_parts import both
+from tests.server.api.test_response_parts import both
 
 BEGIN, END = 259, 260
 ENDING = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
@@ -41,7 +41,7 @@ def served(target_folder):
 
         def server(ending: str = ENDING) -> Any:
             llm.tokenizer.chat_template = plain + ending
-            running.service.reply_forms = choose_forms(llm.renderer)
+            running.service.response_forms = choose_forms(llm.renderer)
             return running
 
         yield server
@@ -72,7 +72,7 @@ def test_where_the_prompt_has_closed_the_reasoning_the_grammar_begins_at_once(se
     assert not found["reasoning"] and json.loads(found["content"])["pet"] in ("cat", "dog")
 
 
-def test_a_reply_that_is_cut_within_its_reasoning_is_reasoning(served: Any) -> None:
+def test_a_response_that_is_cut_within_its_reasoning_is_reasoning(served: Any) -> None:
     body = {"logit_bias": {END: -50.0, BEGIN: 50.0}, "max_tokens": 9, "tools": None, "seed": 1}
     found = both(served(), **body, response_format=FORMAT)
     assert found["reasoning"] and not found["content"] and found["reason"] == "length"

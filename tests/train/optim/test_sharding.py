@@ -174,7 +174,7 @@ def test_two_processes_train_the_head_of_one_and_resume_to_the_bit(make_run: Cal
             mine, other = (
                 json.loads((each / "validation.jsonl").read_text()) for each in (validated, folder)
             )
-            assert other["num_different_replies"] == 0 and mine["num_verifies"] == other["num_verifies"]
+            assert other["num_different_responses"] == 0 and mine["num_verifies"] == other["num_verifies"]
             assert mine["accept_length"] == other["accept_length"]
             assert mine["vocab_coverage"] == other["vocab_coverage"]
 

@@ -100,7 +100,7 @@ def validate_cut(ranks: Any, folder: Path, head: Any) -> dict[str, Any]:
     cut = load_cut(folder, process, torch.float32, "")
     between_whole_ends(cut, folder)
     validator = Validator(cut, PROMPTS, VALIDATION)
-    return [validator.validate(head).row() for _ in range(2)][1] | {"replies": validator.replies}
+    return [validator.validate(head).row() for _ in range(2)][1] | {"responses": validator.responses}
 
 
 def test_processes_validate_a_hybrid_together_as_one_alone(tmp_path: Path) -> None:
@@ -108,5 +108,5 @@ def test_processes_validate_a_hybrid_together_as_one_alone(tmp_path: Path) -> No
     whole = load_target(tmp_path)
     head = tiny_head(whole, 200)
     validator = Validator(whole, PROMPTS, VALIDATION)
-    expected = validator.validate(head).row() | {"replies": validator.replies}
+    expected = validator.validate(head).row() | {"responses": validator.responses}
     assert run_ranks(2, validate_cut, tmp_path, head) == [expected] * 2

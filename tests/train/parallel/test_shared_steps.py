@@ -50,13 +50,13 @@ class Trained(NamedTuple):
 
 
 def make_data() -> PackedRows:
-    """Rows whose prompts and replies differ much in length, so that processes have unequal shares."""
+    """Rows whose prompts and responses differ much in length, so that processes have unequal shares."""
     rng = np.random.default_rng(3)
     rows = []
     for number in range(8):
         prompt = rng.integers(3, 131, size=2 + number).tolist()
-        reply = rng.integers(3, 131, size=6 + 7 * (number % 4)).tolist()
-        rows.append(packed_row_of(prompt, reply))
+        response = rng.integers(3, 131, size=6 + 7 * (number % 4)).tolist()
+        rows.append(packed_row_of(prompt, response))
     return PackedRows(rows)
 
 

@@ -55,7 +55,7 @@ def test_a_run_goes_on_with_another_number_of_machines_or_says_why_not(
         row["num_verifies"].keys() for row in validated[1]
     ]
     for mine, other in zip(*validated, strict=True):
-        assert mine["num_different_replies"] == other["num_different_replies"] == 0
+        assert mine["num_different_responses"] == other["num_different_responses"] == 0
         assert mine["accept_length"] == pytest.approx(other["accept_length"], rel=0.05)
 
 

@@ -51,13 +51,13 @@ class Row:
         config, generator = head.config, torch.Generator().manual_seed(0)
         self.head, self.dtype = head, dtype
         self.ids = torch.randint(0, 100, (tokens,), generator=generator)
-        reply = torch.zeros(tokens, dtype=torch.int64)
-        reply[: tokens // 4] = -1
+        response = torch.zeros(tokens, dtype=torch.int64)
+        response[: tokens // 4] = -1
         drop = ()
         if config.block_rows(steps):  # anchors have gaps between them
             every = RowDrop(RowSampling(most=tokens // 8), seed=0, step=0)
             drop = every.sampling.shares(steps), every.uniforms([0], [tokens]), every.sampling.most
-        self.plan = make_row_plan(reply, torch.zeros_like(reply), steps, "serving", *drop)
+        self.plan = make_row_plan(response, torch.zeros_like(response), steps, "serving", *drop)
 
         def random(rows, size):
             return torch.randn(rows, size, generator=generator).to(dtype)

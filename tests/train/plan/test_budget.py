@@ -7,12 +7,12 @@ import pytest
 from eagle_kit.train.plan import budget
 from eagle_kit.train.plan.budget import Phase, TokenRates, expected_accept_lengths, learning_rate, plan_budget
 
-RATES = TokenRates(replies=300.0, training=500.0, kept=1100.0)
+RATES = TokenRates(responses=300.0, training=500.0, kept=1100.0)
 
 
 def seconds_of(plan, rates):
     """Time that a plan's training takes, counted phase by phase."""
-    tokens, own = plan.training.phase.tokens, 1.3 * plan.reply_tokens
+    tokens, own = plan.training.phase.tokens, 1.3 * plan.response_tokens
     distinct = plan.training.raw_tokens + min(own, tokens - budget.RAW_SHARE * tokens)
     return distinct / rates.training + (tokens - distinct) / rates.kept
 
@@ -20,11 +20,13 @@ def seconds_of(plan, rates):
 @pytest.mark.parametrize("budget_s", [1800.0, 12 * 3600.0])
 def test_a_plan_spends_the_whole_budget(budget_s):
     plan = plan_budget(budget_s, 120.0, RATES, math.inf)
-    assert plan.replies_s + plan.training_s + plan.reserved_s + 120.0 == pytest.approx(budget_s)
-    assert plan.reply_tokens / RATES.replies == pytest.approx(plan.replies_s, rel=0.01)
+    assert plan.responses_s + plan.training_s + plan.reserved_s + 120.0 == pytest.approx(budget_s)
+    assert plan.response_tokens / RATES.responses == pytest.approx(plan.responses_s, rel=0.01)
     assert plan.training.keeps and seconds_of(plan, RATES) == pytest.approx(plan.training_s, rel=0.02)
     assert budget.PASSES * plan.training.raw_tokens == pytest.approx(budget.RAW_SHARE * plan.tokens, rel=0.02)
-    assert (1 - budget.RAW_SHARE) * plan.tokens > 1.3 * plan.reply_tokens, "replies are seen more than once"
+    assert (1 - budget.RAW_SHARE) * plan.tokens > 1.3 * plan.response_tokens, (
+        "responses are seen more than once"
+    )
 
 
 def test_without_room_for_states_rows_are_seen_once():
@@ -36,7 +38,7 @@ def test_without_room_for_states_rows_are_seen_once():
     assert roomy.tokens > 1.3 * plan.tokens
 
 
-def test_more_replies_than_can_be_gone_through_are_seen_in_part():
+def test_more_responses_than_can_be_gone_through_are_seen_in_part():
     rates = TokenRates(1e6, RATES.training, RATES.kept)
     plan = plan_budget(12 * 3600.0, 120.0, rates, math.inf)
     assert seconds_of(plan, rates) == pytest.approx(plan.training_s, rel=0.02)
@@ -88,9 +90,9 @@ def test_wider_targets_learn_at_a_lower_rate():
     assert learning_rate(4096) == pytest.approx(1.7e-4)
 
 
-def test_slow_replies_shorten_the_training_to_a_quarter_at_most():
+def test_slow_responses_shorten_the_training_to_a_quarter_at_most():
     plan = plan_budget(12 * 3600.0, 120.0, RATES, math.inf)
-    in_time = 120.0 + plan.replies_s
+    in_time = 120.0 + plan.responses_s
     assert plan.training_left_s(12 * 3600.0, in_time) == pytest.approx(plan.training_s)
     assert plan.training_left_s(12 * 3600.0, in_time + 600.0) == pytest.approx(plan.training_s - 600.0)
     assert plan.training_left_s(12 * 3600.0, 20 * 3600.0) == budget.LEAST_TRAINING * plan.training_s
@@ -98,8 +100,8 @@ def test_slow_replies_shorten_the_training_to_a_quarter_at_most():
 
 def test_prompts_that_a_draft_is_measured_on_fit_a_third_of_the_reserved_time():
     plan = plan_budget(3600.0, 120.0, RATES, math.inf)
-    prompts = plan.prompts_of_a_task(RATES.replies, 64, num_tasks=2, num_shapes=3)
+    prompts = plan.prompts_of_a_task(RATES.responses, 64, num_tasks=2, num_shapes=3)
     tokens = 2 * prompts * (1 + 3) * 64
-    assert 0.5 * plan.reserved_s / 3 < tokens / (budget.SINGLE_RATE * RATES.replies) <= plan.reserved_s / 3
+    assert 0.5 * plan.reserved_s / 3 < tokens / (budget.SINGLE_RATE * RATES.responses) <= plan.reserved_s / 3
     assert plan.prompts_of_a_task(1e-3, 64, 2, 3) == budget.PROMPTS_OF_A_TASK[0]
     assert plan.prompts_of_a_task(1e6, 64, 2, 3) == budget.PROMPTS_OF_A_TASK[1]

@@ -65,18 +65,18 @@ def make_head(heads: int = 2) -> Eagle3Head:
 
 
 def rows_of(length: int, supervised: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``reply`` and ``doc_start`` of one document that ends in a reply."""
-    reply = torch.full((length,), -1)
-    reply[-supervised:] = 0
-    return reply, torch.zeros(length, dtype=torch.int64)
+    """``response`` and ``doc_start`` of one document that ends in a response."""
+    response = torch.full((length,), -1)
+    response[-supervised:] = 0
+    return response, torch.zeros(length, dtype=torch.int64)
 
 
 def one_step(
-    head: Eagle3Head, reply: torch.Tensor, doc_start: torch.Tensor, *, recompute: bool, steps: int = 2
+    head: Eagle3Head, response: torch.Tensor, doc_start: torch.Tensor, *, recompute: bool, steps: int = 2
 ) -> dict[str, torch.Tensor]:
     """Forward and backward over one packed sequence; the gradients."""
     generator = torch.Generator().manual_seed(1)
-    length, size = len(reply), head.config.hidden_size
+    length, size = len(response), head.config.hidden_size
     embed, target_head = (
         torch.randn(128, size, generator=generator),
         torch.randn(96, size, generator=generator),
@@ -87,7 +87,7 @@ def one_step(
         torch.randn(length, size, generator=generator),
         torch.randint(96, (length,), generator=generator),
     )
-    plan = make_row_plan(reply, doc_start, steps)
+    plan = make_row_plan(response, doc_start, steps)
     weights = [torch.full(rows.shape, 1.0 / max(1, len(rows))) for rows in plan.rows]
     out = ttt_forward(head, TTTBatch(ids, plan, weights, features, embed, target_head), recompute=recompute)
     out.loss.backward()

@@ -5,7 +5,7 @@ import pytest
 from eagle_kit.train.plan.budget import LEAST_STEPS, ROW_TOKENS
 from eagle_kit.train.plan.pilot import PILOTS, SHARE, ExpectedCosts, choose_pilot
 
-COSTS = ExpectedCosts(loading=10.0, reply_token=0.02, row_token=0.005, step_flops=1e12, flops_per_s=1e11)
+COSTS = ExpectedCosts(loading=10.0, response_token=0.02, row_token=0.005, step_flops=1e12, flops_per_s=1e11)
 TOKENS = 448
 
 

@@ -145,7 +145,7 @@ def test_published_normalisation_divides_by_all_tokens_of_a_conversation(make_ru
     shutil.rmtree(run.folder / "cache", ignore_errors=True)
     assert run("--max-steps", "1", "data.max_length=250") == 0
     row = run.metrics()[0]
-    counts = [row["supervised_tokens"]] * 3  # k rows more before a reply, k less in it
+    counts = [row["supervised_tokens"]] * 3  # k rows more before a response, k less in it
     steps = zip((1, 0.8, 0.64), row["loss_per_step"], row["learned_per_step"], counts, strict=True)
     total = sum(w * loss * share * n for w, loss, share, n in steps)
     assert row["loss"] == pytest.approx(total / row["tokens"], rel=1e-4)

@@ -51,8 +51,8 @@ def test_a_run_is_trained_validated_exported_and_served(tmp_path, head, method):
     (expected,) = plain.generate(["a cat"], params)
     for folder in (draft, tmp_path / "vllm"):
         llm = LLM(plain.target, folder, tokenizer=plain.tokenizer, max_context=64, shape="3,1,4")
-        (reply,) = llm.generate(["a cat"], params)
-        assert reply.token_ids == expected.token_ids and reply.stats.num_verifies > 0
+        (response,) = llm.generate(["a cat"], params)
+        assert response.token_ids == expected.token_ids and response.stats.num_verifies > 0
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_head_learns_is_validated_resumed_exported_and_served(deepseek_run, tm
     assert rows[7]["loss"] < rows[0]["loss"], "it does not learn"
     validated = [json.loads(line) for line in (run.output / "validation.jsonl").read_text().splitlines()]
     assert [row["step"] for row in validated] == [4, 8]
-    assert all(row["num_different_replies"] == 0 for row in validated)
+    assert all(row["num_different_responses"] == 0 for row in validated)
     assert all(row["accept_length"] == row["simulated_accept_length"] for row in validated)
     whole = load_file(run.output / "step-8" / "model.safetensors")
 
@@ -82,11 +82,11 @@ def test_a_head_learns_is_validated_resumed_exported_and_served(deepseek_run, tm
     plain = LLM(tmp_path / "target", max_context=64)
     llm = LLM(plain.target, out, tokenizer=plain.tokenizer, max_context=64)
     params = SamplingParams(max_tokens=10)
-    replies = [
+    responses = [
         engine.generate(["a cat"], params, shape=shape)[0]
         for engine, shape in ((plain, None), (llm, "2,1,3"))
     ]
-    assert replies[0].token_ids == replies[1].token_ids and replies[1].stats.num_verifies > 0
+    assert responses[0].token_ids == responses[1].token_ids and responses[1].stats.num_verifies > 0
 
 
 @pytest.mark.parametrize("init", ["checkpoint", "last-layer", "random"])

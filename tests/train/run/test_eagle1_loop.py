@@ -63,7 +63,7 @@ def test_a_head_learns_is_validated_resumed_exported_and_served(eagle1_run, tmp_
     assert rows[7]["learned_per_step"] == [1.0] * recipe["ttt_length"]
     validated = [json.loads(line) for line in (run.output / "validation.jsonl").read_text().splitlines()]
     assert [row["step"] for row in validated] == [4, 8]
-    assert all(row["num_different_replies"] == 0 for row in validated)
+    assert all(row["num_different_responses"] == 0 for row in validated)
     assert all(row["accept_length"]["3,1,4"] == row["simulated_accept_length"]["3,1,4"] for row in validated)
     whole = load_file(run.output / "step-8" / "model.safetensors")
     names = {"fc.weight", "layers.0.post_attention_layernorm.weight", *({"fc.bias"} if bias else ())}
@@ -102,8 +102,8 @@ def test_a_head_learns_is_validated_resumed_exported_and_served(eagle1_run, tmp_
     params = SamplingParams(max_tokens=10)
     (expected,) = plain.generate(["a cat"], params, shape=None)
     for shape in ("2,1,3", "3,2,6"):
-        (reply,) = llm.generate(["a cat"], params, shape=shape)
-        assert reply.token_ids == expected.token_ids and reply.stats.num_verifies > 0
+        (response,) = llm.generate(["a cat"], params, shape=shape)
+        assert response.token_ids == expected.token_ids and response.stats.num_verifies > 0
 
 
 def test_the_saved_head_is_the_published_definition(eagle1_run, tmp_path):

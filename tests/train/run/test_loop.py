@@ -226,7 +226,7 @@ def test_no_steps_at_all_are_refused(
     assert f"--max-steps is {steps}" in capsys.readouterr().err and not run.output.exists()
 
 
-def test_prompts_are_the_first_that_have_room_for_a_reply() -> None:
+def test_prompts_are_the_first_that_have_room_for_a_response() -> None:
     config = ValidationConfig(every=1, prompts=3, max_tokens=8)
     heldout = [[1] * length for length in (12, 13, 4, 5)]
     assert choose_prompts(heldout, config, 20) == [0, 2], "of the first three, up to 20 - 8 tokens"

@@ -60,7 +60,7 @@ def test_the_account_says_what_is_drawn_without_a_run(
 ) -> None:
     assert cli(["data", "mix", str(config)]) == 0
     note, head, _, titles, _, *lines = capsys.readouterr().out.splitlines()
-    assert "a reply is cut at max_length" in note
+    assert "a response is cut at max_length" in note
     assert head.startswith("8 steps of 2 rows draw 16 rows")
     columns = titles.split()
     chats, own = (line.split() for line in lines)

@@ -53,14 +53,14 @@ def run_of(make_run):
 
 
 def is_served(target, head) -> bool:
-    """Whether a few replies are plain decoding's."""
+    """Whether a few responses are plain decoding's."""
     llm = LLM(target, str(head), shape="3,1,4", max_batch_size=2, max_context=128)
     prompts = [[5, 9, 12, 40], [7, 3]]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     drafted = llm.generate(prompts, params)
     plain = llm.generate(prompts, params, shape="none")
-    assert all(reply.stats.num_verifies for reply in drafted)
-    return [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
+    assert all(response.stats.num_verifies for response in drafted)
+    return [response.token_ids for response in drafted] == [response.token_ids for response in plain]
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -65,12 +65,12 @@ class Reported(NamedTuple):
     Attributes:
         folder: of the run.
         said: printed by the second session.
-        replies: of the target to the prompts of validation, in the second session.
+        responses: of the target to the prompts of validation, in the second session.
     """
 
     folder: Path
     said: str
-    replies: list[list[int]]
+    responses: list[list[int]]
 
     def validations(self) -> list[dict[str, Any]]:
         return lines(self.folder / "validation.jsonl")
@@ -106,8 +106,8 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
             with redirect_stdout(said):
                 assert main([str(config), *words]) == 0
             AcceleratorState._reset_state(reset_partial_state=True)
-    assert validators[-1].replies is not None
-    return Reported(folder / "run", said.getvalue(), validators[-1].replies)
+    assert validators[-1].responses is not None
+    return Reported(folder / "run", said.getvalue(), validators[-1].responses)
 
 
 def test_validations_agree_between_engine_and_trainer(reported: Reported) -> None:
@@ -115,14 +115,14 @@ def test_validations_agree_between_engine_and_trainer(reported: Reported) -> Non
     assert [row["step"] for row in rows] == [10, 20]
     for row in rows:
         assert row["simulated_accept_length"] == {"3,1,4": row["accept_length"]["3,1,4"]}
-        assert row["num_different_replies"] == 0
+        assert row["num_different_responses"] == 0
 
 
 def test_a_validation_says_how_far_drafts_got_and_what_the_draft_can_say(reported: Reported) -> None:
     row = reported.validations()[-1]
     for shape, reached in row["acceptance_per_position"].items():
         assert reached == sorted(reached, reverse=True) and 0 < reached[0] < 1
-        # A verify emits its accepted drafts and a bonus; a reply's last one may end before the bonus.
+        # A verify emits its accepted drafts and a bonus; a response's last one may end before the bonus.
         verifies = row["num_verifies"][shape]
         assert row["accept_length"][shape] <= 1 + sum(reached) + 1e-9
         assert row["accept_length"][shape] >= 1 + sum(reached) - 4 / verifies
@@ -130,7 +130,7 @@ def test_a_validation_says_how_far_drafts_got_and_what_the_draft_can_say(reporte
     assert set(row["simulated_acceptance_per_position"]) == {"3,1,4"}
     sayable = set(load_draft(reported.folder / "step-20").token_map.tolist())
     assert len(sayable) == 60
-    said = [token for reply in reported.replies for token in reply]
+    said = [token for response in reported.responses for token in response]
     assert row["vocab_coverage"] == sum(token in sayable for token in said) / len(said)
     assert 0 < row["vocab_coverage"] < 1
     assert row["tokens"] == sum(step["tokens"] for step in reported.steps())
@@ -283,7 +283,7 @@ def test_validations_of_processes_add_up() -> None:
     row = ValidationResult.total([one, two]).row()
     assert row["accept_length"] == row["simulated_accept_length"] == {"3,1,4": 1.5}
     assert row["acceptance_per_position"] == {"3,1,4": [0.4, 0.1]}
-    assert (row["vocab_coverage"], row["num_different_replies"]) == (17 / 22, 1)
+    assert (row["vocab_coverage"], row["num_different_responses"]) == (17 / 22, 1)
 
 
 def test_patience_stops_a_run_that_no_longer_learns(make_run: Callable, capfd: pytest.CaptureFixture) -> None:
@@ -389,18 +389,18 @@ def test_a_validation_is_one_sentence() -> None:
         "accept_length_of": {"a": 1.1, "b": 1.4},
         "vocab_coverage": 0.913,
         "best": False,
-        "num_different_replies": 2,
+        "num_different_responses": 2,
         "seconds": 61.0,
     }
     assert validation_line(row, 1, 3) == (
         "step 40: decoded accept length 3,1,4: 1.250, 2,2,5: 1.500 (simulated 3,1,4: 1.200), 50 25 % by "
-        "position (a 1.10, b 1.40), vocabulary covers 91.3%, 1 of 3 without a better one; 2 replies differ "
+        "position (a 1.10, b 1.40), vocabulary covers 91.3%, 1 of 3 without a better one; 2 responses differ "
         "from plain decoding [1m01s]"
     )
 
     # The best one, with as little as possible.
     plain = {**row, "simulated_accept_length": {}, "vocab_coverage": None, "best": True}
-    plain |= {"num_different_replies": 0, "accept_length_of": None}
+    plain |= {"num_different_responses": 0, "accept_length_of": None}
     assert validation_line(plain, 0, 3) == (
         "step 40: decoded accept length 3,1,4: 1.250, 2,2,5: 1.500 (simulated for chains only), 50 25 % by "
         "position, the best so far [1m01s]"

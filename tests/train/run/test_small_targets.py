@@ -1,5 +1,5 @@
-"""The whole way of the how-to pages for DeepSeek and hybrid targets in small: a target from nothing, its own replies, a head of
-every kind, an export, an evaluation."""
+"""The whole way of the how-to pages for DeepSeek and hybrid targets in small: a target from nothing, its own
+responses, a head of every kind, an export, an evaluation."""
 
 import json
 from functools import cache
@@ -57,7 +57,7 @@ PRETRAINING = {
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory):
-    """Makes targets that tell of animals, and their replies."""
+    """Makes targets that tell of animals, and their responses."""
     return cache(lambda name: make_target(tmp_path_factory.mktemp(name), name))
 
 
@@ -78,7 +78,16 @@ def make_target(root, name):
     (root / "target.yaml").write_text(yaml.safe_dump(config))
     assert make_recipe(["pretrain", str(root / "target.yaml")]) == 0
     words = ["--target", str(root / "target"), "--source", str(root / "chats.jsonl")]
-    words += ["--out", str(root / "replies.jsonl"), "--limit", "30", "--max-turns", "1", "--max-tokens", "48"]
+    words += [
+        "--out",
+        str(root / "responses.jsonl"),
+        "--limit",
+        "30",
+        "--max-turns",
+        "1",
+        "--max-tokens",
+        "48",
+    ]
     assert main(["data", "regenerate", *words]) == 0
     return root
 
@@ -108,7 +117,7 @@ def test_a_head_learns_what_a_target_says(targets, name, kind, tmp_path, monkeyp
     config = {
         "target": str(target / "target"),
         "output_dir": str(tmp_path / "run"),
-        "data": {"source": str(target / "replies.jsonl"), "max_length": 128, "eval_conversations": 4},
+        "data": {"source": str(target / "responses.jsonl"), "max_length": 128, "eval_conversations": 4},
         "head": head,
         "training": {
             "ttt_length": 3,
@@ -132,12 +141,12 @@ def test_a_head_learns_what_a_target_says(targets, name, kind, tmp_path, monkeyp
     prompts = [f"Tell me of a {name} and a cat." for name in ANIMALS]
     params = SamplingParams(max_tokens=40)
     plain = llm.chat(prompts, params, shape="none")
-    assert any("sees the" in reply.text for reply in plain), "the target has learned nothing"
+    assert any("sees the" in response.text for response in plain), "the target has learned nothing"
     for shape in ("3,1,4", "4,2,8"):
         drafted = llm.chat(prompts, params, shape=shape)
-        assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
-        emitted = sum(reply.stats.num_emitted_tokens for reply in drafted)
-        assert emitted / sum(reply.stats.num_verifies for reply in drafted) > 2
+        assert [response.token_ids for response in drafted] == [response.token_ids for response in plain]
+        emitted = sum(response.stats.num_emitted_tokens for response in drafted)
+        assert emitted / sum(response.stats.num_verifies for response in drafted) > 2
     if kind in ("eagle3", "eagle1"):
         evaluation = ["--target", str(target / "target"), "--draft", str(tmp_path / "draft"), "--limit", "2"]
         evaluation += ["--tasks", "ours", "--shapes", "3,1,4", "--max-tokens", "16", "--max-context", "200"]

@@ -47,17 +47,17 @@ def calls(triton_device, monkeypatch):
 
 
 class Step:
-    """A tiny target and its head on two packed documents, one with two replies."""
+    """A tiny target and its head on two packed documents, one with two responses."""
 
     def __init__(self, device):
         self.target = tiny_target().to(device)
         self.head = tiny_head(self.target, 101).to(device)
         doc_start = torch.zeros(LENGTH, dtype=torch.int64)
         doc_start[12:] = 12
-        reply = torch.full_like(doc_start, -1)
-        reply[5:12], reply[15:20], reply[24:] = 0, 1, 2
+        response = torch.full_like(doc_start, -1)
+        response[5:12], response[15:20], response[24:] = 0, 1, 2
         self.ids = torch.randint(0, 131, (LENGTH,), generator=torch.Generator().manual_seed(5)).to(device)
-        self.plan = make_row_plan(reply.to(device), doc_start.to(device), STEPS)
+        self.plan = make_row_plan(response.to(device), doc_start.to(device), STEPS)
         self.weights = [torch.full((n,), 0.8**k / n, device=device) for k, n in enumerate(self.plan.counts)]
 
     def capture(self, backend):

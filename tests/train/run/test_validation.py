@@ -38,7 +38,7 @@ def target() -> LlamaModel:
 
 @pytest.fixture(scope="module")
 def trained_head(target: LlamaModel) -> Eagle3Head:
-    """A head that learned the target's own greedy replies for a few seconds."""
+    """A head that learned the target's own greedy responses for a few seconds."""
     asked = prompts(12, seed=1)
     outputs = LLM(target, max_batch_size=8, max_context=80).generate(asked, SamplingParams(max_tokens=32))
     pairs = zip(asked, outputs, strict=True)
@@ -89,7 +89,7 @@ def test_validating_leaves_head_and_its_gradients_alone(
     assert all(parameter.requires_grad for parameter in trained_head.parameters())
 
 
-def test_plain_replies_are_decoded_once(
+def test_plain_responses_are_decoded_once(
     target: LlamaModel, trained_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes, generate = [], LLM.generate
@@ -102,20 +102,22 @@ def test_plain_replies_are_decoded_once(
     validator = Validator(target, prompts(2, seed=3), ValidationConfig(max_tokens=6, shapes=("3,1,4",)))
     assert validator.validate(trained_head) == validator.validate(trained_head)
     assert (
-        shapes == ["none", "3,1,4", "3,1,4"] and validator.replies is not None and len(validator.replies) == 2
+        shapes == ["none", "3,1,4", "3,1,4"]
+        and validator.responses is not None
+        and len(validator.responses) == 2
     )
 
 
 def test_match_table_equals_a_first_verify_at_every_row(target: LlamaModel, trained_head: Eagle3Head) -> None:
-    """A reply cut to one verify, started at every row, accepts as far as the row of the table says."""
+    """A response cut to one verify, started at every row, accepts as far as the row of the table says."""
     prompt = prompts(1, seed=1)[0]
-    reply = LLM(target, max_context=80).generate([prompt], SamplingParams(max_tokens=20))[0].token_ids
-    table = match_table(target, trained_head, torch.tensor(prompt + reply), len(prompt), 3)
-    assert table.shape == (len(reply) - 1, 3)
+    response = LLM(target, max_context=80).generate([prompt], SamplingParams(max_tokens=20))[0].token_ids
+    table = match_table(target, trained_head, torch.tensor(prompt + response), len(prompt), 3)
+    assert table.shape == (len(response) - 1, 3)
     llm = LLM(target, trained_head, max_context=80)
-    for row in range(len(reply) - 4):
+    for row in range(len(response) - 4):
         params = SamplingParams(max_tokens=5, ignore_eos=True)
-        stats = llm.generate([prompt + reply[:row]], params, shape=SpecShape(3, 1, 4))[0].stats
+        stats = llm.generate([prompt + response[:row]], params, shape=SpecShape(3, 1, 4))[0].stats
         accepted = table[row].tolist().index(False) if not table[row].all() else 3
         assert (accepted == 3) == (stats.num_verifies == 1)
         assert stats.num_accepted_at[accepted - 1] >= 1 if accepted else stats.num_verifies > 1
@@ -129,21 +131,21 @@ def test_walk_counts_as_the_decoder_does() -> None:
     assert stats.num_accepted_at == [2, 1]
 
 
-def test_reply_of_one_token_has_no_verify(target: LlamaModel, trained_head: Eagle3Head) -> None:
+def test_response_of_one_token_has_no_verify(target: LlamaModel, trained_head: Eagle3Head) -> None:
     stats = walk(match_table(target, trained_head, torch.tensor([5, 6, 7]), 2, 3))
     assert stats.num_verifies == 0 and stats.accept_length == 0.0
 
 
-def test_replies_that_differ_from_plain_decoding_are_counted_once_each(
+def test_responses_that_differ_from_plain_decoding_are_counted_once_each(
     target: LlamaModel, trained_head: Eagle3Head
 ) -> None:
     config = ValidationConfig(max_tokens=8, shapes=("3,1,4", "1,1,2"), batch_size=2)
     validator = Validator(target, prompts(4, seed=1), config)
     first = validator.validate(trained_head)
-    assert first.num_different == 0 and first.num_tokens == sum(map(len, validator.replies or []))
-    assert validator.replies is not None
+    assert first.num_different == 0 and first.num_tokens == sum(map(len, validator.responses or []))
+    assert validator.responses is not None
     for number in (1, 3):
-        validator.replies[number] = [*validator.replies[number][:-1], 0]
+        validator.responses[number] = [*validator.responses[number][:-1], 0]
     assert validator.validate(trained_head).num_different == 2, "of two shapes"
 
 

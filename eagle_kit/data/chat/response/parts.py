@@ -1,4 +1,4 @@
-"""Parts of a generated reply, and the interface of its readers."""
+"""Parts of a generated response, and the interface of its readers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,14 +16,15 @@ class Call(NamedTuple):
 
 
 @dataclass
-class ReplyParts:
-    """Parts of a reply, or an addition to each of them. Calls are in the order in which they were written."""
+class ResponseParts:
+    """Parts of a response, or an addition to each of them. Calls are in the order in which they were
+    written."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list)
 
-    def add(self, later: "ReplyParts") -> None:
+    def add(self, later: "ResponseParts") -> None:
         """Append a later addition to this one."""
         self.reasoning += later.reasoning
         self.content += later.content
@@ -31,8 +32,8 @@ class ReplyParts:
 
 
 class Collected:
-    """Texts and calls of a reply since they were last taken. Pieces are joined once, so the time is linear in
-    their length."""
+    """Texts and calls of a response since they were last taken. Pieces are joined once, so the time is linear
+    in their length."""
 
     def __init__(self) -> None:
         self._reasoning: list[str] = []
@@ -47,31 +48,31 @@ class Collected:
         """Append to the content."""
         self._content.append(text)
 
-    def take(self) -> ReplyParts:
+    def take(self) -> ResponseParts:
         """Return the parts, and begin with empty ones."""
-        parts = ReplyParts("".join(self._reasoning), "".join(self._content), self.calls)
+        parts = ResponseParts("".join(self._reasoning), "".join(self._content), self.calls)
         self._reasoning = []
         self._content = []
         self.calls = []
         return parts
 
 
-class ReplyReader(Protocol):
-    """Reader of one reply, piece by piece.
+class ResponseReader(Protocol):
+    """Reader of one response, piece by piece.
 
     The parts do not depend on how the text is cut into pieces. Text that cannot be read as reasoning or calls
     stays in the content as it was written. Text is held back only while it may be the beginning of a marker,
     or is within a call.
     """
 
-    def feed(self, text: str) -> ReplyParts:
+    def feed(self, text: str) -> ResponseParts:
         """Read a further piece of text."""
 
-    def finish(self, end: str = "") -> ReplyParts:
+    def finish(self, end: str = "") -> ResponseParts:
         """Release text that is held back, after the last piece.
 
         Args:
-            end: text of the token that ended the reply; empty if the reply was cut.
+            end: text of the token that ended the response; empty if the response was cut.
         """
 
 
@@ -81,8 +82,8 @@ def blocks(text: str) -> Iterator[str]:
         yield text[start : start + BLOCK]
 
 
-def read_reply(reader: ReplyReader, text: str, end: str = "") -> ReplyParts:
-    """Read a whole reply with a new reader; ``end`` as in :meth:`ReplyReader.finish`."""
+def read_response(reader: ResponseReader, text: str, end: str = "") -> ResponseParts:
+    """Read a whole response with a new reader; ``end`` as in :meth:`ResponseReader.finish`."""
     parts = reader.feed(text)
     parts.add(reader.finish(end))
     return parts

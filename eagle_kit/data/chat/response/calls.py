@@ -1,14 +1,14 @@
 """Forms in which models write calls of tools.
 
 A form finds its calls by the text of its markers, which are special tokens in some tokenizers and ordinary
-tokens in others. ``take`` reads the reply from a marker on: one call, or the calls of a list.
+tokens in others. ``take`` reads the response from a marker on: one call, or the calls of a list.
 
 | form | a call |
 |---|---|
 | ``hermes`` | ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, or Qwen3-Coder's XML in the tags |
 | ``deepseek`` | between DeepSeek-V3's tokens, the arguments in a code block, or as V3.1 writes them |
 | ``mistral`` | ``[TOOL_CALLS]`` before a list of objects, or before a name and an object |
-| ``llama3`` | the reply is ``{"name": ..., "parameters": ...}`` or a list, also after ``<|python_tag|>`` |
+| ``llama3`` | the response is ``{"name": ..., "parameters": ...}`` or a list, also after ``<|python_tag|>`` |
 """
 
 import ast
@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 
 from eagle_kit.core.files import is_unicode
 from eagle_kit.data.chat.messages import Tool, Unusable, read_calls
-from eagle_kit.data.chat.reply.literals import (
+from eagle_kit.data.chat.response.literals import (
     NoValue,
     allowed_kinds,
     read_json,
     read_value,
     with_kind,
 )
-from eagle_kit.data.chat.reply.parts import Call
-from eagle_kit.data.chat.reply.tape import Reading, Tape
+from eagle_kit.data.chat.response.parts import Call
+from eagle_kit.data.chat.response.tape import Reading, Tape
 
 TOOL_CALL = "<tool_call>"
 END_TOOL_CALL = "</tool_call>"
@@ -59,7 +59,7 @@ class Taken(NamedTuple):
     """Result of reading from a marker on.
 
     Attributes:
-        end: place in the reply at which the call, or the text that is no call, ends.
+        end: place in the response at which the call, or the text that is no call, ends.
         calls: the calls; None for text that is no call.
     """
 
@@ -84,7 +84,7 @@ class KnownTools:
 
     def typed(self, name: str, key: str, text: str) -> Any:
         """Value of the parameter ``key`` of the tool ``name`` that was written as text; see
-        :func:`~eagle_kit.data.chat.reply.literals.typed`."""
+        :func:`~eagle_kit.data.chat.response.literals.typed`."""
         if (name, key) not in self._kinds:
             schema = self._schemas.get(name)
             root = schema if isinstance(schema, dict) else {}
@@ -103,7 +103,7 @@ class CallForm:
         markers: all of its markers.
         take: reads a call, or a list of them, from a marked tape whose next characters are an opener.
         after: texts that may be between calls and after them; they are left out.
-        is_bare: a reply that begins as in ``BARE_BEGINNINGS`` may be a call too.
+        is_bare: a response that begins as in ``BARE_BEGINNINGS`` may be a call too.
     """
 
     openers: tuple[str, ...]
@@ -131,7 +131,7 @@ def make_call(name: Any, arguments: Any) -> Call:
 def calls_of(value: Any) -> list[Call]:
     """Make the calls of a JSON value, an object or a list of them. Raise :class:`Unusable` for others.
 
-    The name is ``name``, or ``function`` if that is a text, as in some of Llama's replies.
+    The name is ``name``, or ``function`` if that is a text, as in some of Llama's responses.
     """
     calls = []
     given = value if isinstance(value, list) else [value]
@@ -177,7 +177,7 @@ def _take_hermes(tape: Tape, tools: KnownTools) -> Reading[Taken]:
         return no_call
     end = tape.place
 
-    # Its end tag, which the end of the reply may cut off.
+    # Its end tag, which the end of the response may cut off.
     yield from tape.skip_space()
     has_end = yield from tape.take(END_TOOL_CALL)
     if not has_end and tape.at < len(tape.text):
@@ -194,7 +194,7 @@ def _read_function(tape: Tape) -> Reading[str | None]:
     """Read a function in tags, up to its end tag.
 
     Returns:
-        Its name; None if the reply ends before the end tag.
+        Its name; None if the response ends before the end tag.
 
     Raises:
         NoValue: the text is no function with parameters, however it goes on.

@@ -1,4 +1,5 @@
-"""The form of a target's replies is found in its chat template, and what the template writes is read back."""
+"""The form of a target's responses is found in its chat template, and what the template writes is read
+back."""
 
 import copy
 import json
@@ -14,8 +15,8 @@ from tiny_run import make_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.renderer import ChatRenderer
-from eagle_kit.data.chat.reply.choice import ReplyForms, choose_forms
-from eagle_kit.data.chat.reply.parts import Call, ReplyParts, read_reply
+from eagle_kit.data.chat.response.choice import ResponseForms, choose_forms
+from eagle_kit.data.chat.response.parts import Call, ResponseParts, read_response
 from eagle_kit.engine.text_stream import TextStream
 from eagle_kit.models.loading.source import load_tokenizer
 
@@ -51,7 +52,7 @@ TALK = [
 ]
 
 
-def forms_of(tokenizer: Any, reasoning: str = "auto", calls: str = "auto") -> ReplyForms:
+def forms_of(tokenizer: Any, reasoning: str = "auto", calls: str = "auto") -> ResponseForms:
     return choose_forms(ChatRenderer(tokenizer), reasoning, calls)
 
 
@@ -60,28 +61,28 @@ def test_the_form_is_found_in_the_template(name: str) -> None:
     assert str(forms_of(tokenizer_for(name))) == FORMS[name]
 
 
-def replies(
+def responses(
     name: str, messages: list[dict], tools: list[dict], **kwargs: Any
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompt and tokens of every reply, as a server would be given and generate them."""
+    """Prompt and tokens of every response, as a server would be given and generate them."""
     record = {"messages": messages, "tools": tools, "chat_template_kwargs": kwargs}
     found = []
     renderer = ChatRenderer(tokenizer_for(name))
     for row in renderer.tokenize_chat(to_conversation(record, "x"), 10_000, Counter()):
-        for number in range(int(row.reply.max()) + 1):
-            span = np.flatnonzero(row.reply == number)
+        for number in range(int(row.response.max()) + 1):
+            span = np.flatnonzero(row.response == number)
             found.append((row.ids[: span[0]].tolist(), row.ids[span].tolist()))
     return found
 
 
-def read_back(name: str, prompt: list[int], reply: list[int], tools: list[dict]) -> ReplyParts:
+def read_back(name: str, prompt: list[int], response: list[int], tools: list[dict]) -> ResponseParts:
     tokenizer = tokenizer_for(name)
     forms = forms_of(tokenizer)
     stream = TextStream(tokenizer, included_special_tokens=forms.shown_tokens(bool(tools)))
-    stream.push(reply[:-1])  # the end of a reply is no text
+    stream.push(response[:-1])  # the end of a response is no text
     stream.finish()
     reader = forms.reader(prompt, tools)
-    return ReplyParts("", stream.text, []) if reader is None else read_reply(reader, stream.text)
+    return ResponseParts("", stream.text, []) if reader is None else read_response(reader, stream.text)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -91,22 +92,24 @@ def test_what_the_template_writes_is_read_back(name: str) -> None:
     messages = TALK if has_calls else [TALK[0], TALK[3]]
     if name == "deepseek_r1":
         messages = [json.loads(json.dumps(message)) for message in messages]
-    found = replies(name, messages, [WEATHER] if shows_tools else [])
+    found = responses(name, messages, [WEATHER] if shows_tools else [])
     said = [message for message in messages if message["role"] == "assistant"]
     assert len(found) == len(said)
-    for (prompt, reply), message in zip(found, said, strict=True):
+    for (prompt, response), message in zip(found, said, strict=True):
         calls = [Call("weather", ARGUMENTS)] if "tool_calls" in message else []
         thought = message["reasoning_content"] if has_thoughts else ""
-        assert read_back(name, prompt, reply, [WEATHER]) == ReplyParts(thought, message["content"], calls)
+        assert read_back(name, prompt, response, [WEATHER]) == ResponseParts(
+            thought, message["content"], calls
+        )
 
 
 def test_thoughts_that_the_prompt_has_closed_are_not_looked_for_in_the_answer() -> None:
     messages = [TALK[0], {"role": "assistant", "content": "A </think> b."}]
-    ((prompt, _),) = replies("qwen3", [TALK[0], TALK[3]], [], enable_thinking=False)
+    ((prompt, _),) = responses("qwen3", [TALK[0], TALK[3]], [], enable_thinking=False)
     forms = forms_of(tokenizer_for("qwen3"))
     reader = forms.reader(prompt)
     assert reader is not None
-    assert read_reply(reader, messages[1]["content"]) == ReplyParts("", "A </think> b.")
+    assert read_response(reader, messages[1]["content"]) == ResponseParts("", "A </think> b.")
 
 
 def test_calls_are_read_only_where_the_prompt_shows_tools() -> None:
@@ -165,7 +168,7 @@ def test_with_the_parser_deepseek_r1_a_grammar_begins_behind_the_first_thought()
     assert forms.constrained(tokenizer("<think>\n\n</think>\n\n")["input_ids"]).thought is None
 
 
-def test_replies_of_the_parser_deepseek_r1_begin_with_a_thought_that_nothing_opens() -> None:
+def test_responses_of_the_parser_deepseek_r1_begin_with_a_thought_that_nothing_opens() -> None:
     tokenizer = tokenizer_for("qwen3")
     open_prompt, closed = (tokenizer(text)["input_ids"] for text in ("Hi\n", "<think>\n\n</think>\n\n"))
     for name in ("deepseek_r1", "deepseek-r1"):
@@ -177,7 +180,7 @@ def test_replies_of_the_parser_deepseek_r1_begin_with_a_thought_that_nothing_ope
             (closed, "Four.", ("", "Four.")),
         ):
             reader = forms.reader(prompt)
-            assert reader is not None and read_reply(reader, text) == ReplyParts(*expected)
+            assert reader is not None and read_response(reader, text) == ResponseParts(*expected)
         assert forms.shown_tokens(False) == forms_of(tokenizer, "think", "none").shown_tokens(False)
 
 
@@ -226,11 +229,11 @@ def test_a_checkpoints_own_response_template_comes_first(text: str, expected: tu
         for size in (1, 2, 5, len(text)):
             reader = forms.reader(prompt, [WEATHER])
             assert reader is not None
-            parts = ReplyParts()
+            parts = ResponseParts()
             for i in range(0, len(text), size):
                 parts.add(reader.feed(text[i : i + size]))
             parts.add(reader.finish())
-            assert parts == ReplyParts(*expected)
+            assert parts == ResponseParts(*expected)
     finally:
         tokenizer.response_template = None
 
@@ -251,7 +254,7 @@ def test_parts_that_a_response_template_is_not_asked_for_stay_in_the_content(
     prompt = tokenizer("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     reader = forms.reader(prompt, [WEATHER])
     assert reader is not None
-    assert read_reply(reader, f"<think>hm</think>A {WRITTEN}") == ReplyParts(*expected)
+    assert read_response(reader, f"<think>hm</think>A {WRITTEN}") == ResponseParts(*expected)
 
 
 def test_with_a_response_template_a_grammar_begins_behind_the_marker_that_the_chat_template_writes() -> None:
@@ -261,7 +264,7 @@ def test_with_a_response_template_a_grammar_begins_behind_the_marker_that_the_ch
     tokenizer.response_template = OWN
     constrained = forms_of(tokenizer).constrained(prompt)
     assert constrained.thought == plain.thought is not None and constrained.make_reader is not None
-    assert read_reply(constrained.make_reader(), "<think>\nhm</think>4") == ReplyParts("hm", "4")
+    assert read_response(constrained.make_reader(), "<think>\nhm</think>4") == ResponseParts("hm", "4")
 
 
 CODER = (
@@ -321,12 +324,12 @@ def test_a_response_template_beside_another_form_is_refused(names: tuple[str, st
         forms_of(tokenizer, *names)
 
 
-def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
+def test_where_the_reasoning_of_a_response_with_a_grammar_ends() -> None:
     """By template and prompt; what the template renders has those tokens, and is read as it is held."""
     for name in FORMS:
         tokenizer = tokenizer_for(name)
         forms = forms_of(tokenizer)
-        ((prompt, reply),) = replies(name, [TALK[0], TALK[3]], [])
+        ((prompt, response),) = responses(name, [TALK[0], TALK[3]], [])
         constrained = forms.constrained(prompt)
         if "reasoning none" in FORMS[name]:
             assert constrained.thought is None and constrained.make_reader is None
@@ -337,14 +340,14 @@ def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
         end = "<|channel|>final<|message|>" if name == "harmony" else "</think>"
         assert tokenizer.decode(thought.end) == end
         stream = TextStream(tokenizer, included_special_tokens=constrained.shown_tokens)
-        stream.push(reply[:-1])
+        stream.push(response[:-1])
         stream.finish()
-        parts = read_reply(constrained.make_reader(), stream.text)
+        parts = read_response(constrained.make_reader(), stream.text)
         space = "" if name == "harmony" else "\n\n"
         assert parts.content == space + TALK[3]["content"] and TALK[3]["reasoning_content"] in parts.reasoning
-        places = [i for i in range(len(reply)) if tuple(reply[i : i + len(thought.end)]) == thought.end]
-        assert tokenizer.decode(reply[places[0] + len(thought.end) : -1]) == parts.content
-    ((closed, _),) = replies("qwen3", [TALK[0], TALK[3]], [], enable_thinking=False)
+        places = [i for i in range(len(response)) if tuple(response[i : i + len(thought.end)]) == thought.end]
+        assert tokenizer.decode(response[places[0] + len(thought.end) : -1]) == parts.content
+    ((closed, _),) = responses("qwen3", [TALK[0], TALK[3]], [], enable_thinking=False)
     assert forms_of(tokenizer_for("qwen3")).constrained(closed).thought is None
     assert forms_of(tokenizer_for("qwen3"), "none", "none").constrained([1]).thought is None
     begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>final<|message|>")["input_ids"]
@@ -353,9 +356,9 @@ def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
     constrained = forms_of(tokenizer_for("harmony")).constrained(begun)
     assert constrained.thought is not None and constrained.make_reader is not None
     text = " add.<|end|><|start|>assistant<|channel|>final<|message|>4"
-    assert read_reply(constrained.make_reader(), text) == ReplyParts(" add.", "4")
+    assert read_response(constrained.make_reader(), text) == ResponseParts(" add.", "4")
     reader = forms_of(tokenizer_for("harmony")).reader(begun)
-    assert reader is not None and read_reply(reader, text) == ReplyParts(" add.", "4")
+    assert reader is not None and read_response(reader, text) == ResponseParts(" add.", "4")
 
 
 def test_a_grammar_begins_at_once_where_the_marks_of_reasoning_are_several_tokens(tmp_path: Path) -> None:

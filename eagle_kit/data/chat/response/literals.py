@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_kit.data.chat.reply.tape import Reading, Tape
+from eagle_kit.data.chat.response.tape import Reading, Tape
 
 IN_STRING = {
     quote: re.compile(rf"[^{quote}\\\n\r]*+(?:\\.[^{quote}\\\n\r]*+)*+", re.DOTALL) for quote in ('"', "'")
@@ -44,7 +44,7 @@ def read_value(tape: Tape) -> Reading[bool]:
     """Read the object or list that comes next, in JSON or as Python writes it, up to its end.
 
     Returns:
-        True at its end; False if the reply ends before.
+        True at its end; False if the response ends before.
 
     Raises:
         NoValue: the text is no such value, however it goes on. The tape is at the first wrong character.
@@ -99,7 +99,7 @@ def read_value(tape: Tape) -> Reading[bool]:
 
 
 def _read_string(tape: Tape, quote: str) -> Reading[bool]:
-    """Read the rest of a string. False if the reply ends before its end. Raises NoValue for a line end."""
+    """Read the rest of a string. False if the response ends before its end. Raises NoValue for a line end."""
     while True:
         found = IN_STRING[quote].match(tape.text, tape.at)
         assert found is not None
@@ -117,7 +117,7 @@ def _read_string(tape: Tape, quote: str) -> Reading[bool]:
 
 
 def _read_word(tape: Tape) -> Reading[str | None]:
-    """Read a word. None if the reply ends before a character that is not of the word."""
+    """Read a word. None if the response ends before a character that is not of the word."""
     pieces: list[str] = []
     while True:
         found = IN_WORD.match(tape.text, tape.at)
@@ -131,7 +131,7 @@ def _read_word(tape: Tape) -> Reading[str | None]:
 
 
 def read_json(tape: Tape, depth: int = 0) -> Reading[bool]:
-    """Read up to the bracket that closes the JSON object or list that comes next. False if the reply ends
+    """Read up to the bracket that closes the JSON object or list that comes next. False if the response ends
     before. Whether it is JSON is not checked.
 
     Args:
@@ -157,7 +157,7 @@ def read_json(tape: Tape, depth: int = 0) -> Reading[bool]:
 
 
 def _skip_string(tape: Tape) -> Reading[bool]:
-    """Read the rest of a JSON string, line ends included. False if the reply ends before its end."""
+    """Read the rest of a JSON string, line ends included. False if the response ends before its end."""
     while True:
         found = JSON_STRING.match(tape.text, tape.at)
         assert found is not None

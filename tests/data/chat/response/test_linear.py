@@ -1,4 +1,4 @@
-"""Hostile replies take work in proportion to their length, whole and in pieces of a few characters.
+"""Hostile responses take work in proportion to their length, whole and in pieces of a few characters.
 
 The readers are compiled anew with every operation on texts counted: a call counts the characters of the texts
 it is given and returns, a slice and a sum those of its result. Regular expressions count what they are given,
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 
-from eagle_kit.data.chat import reply
+from eagle_kit.data.chat import response
 
 NAMES = ("parts", "tape", "literals", "calls", "tags", "harmony", "checkpoint")
-FOLDER = Path(reply.__path__[0])
+FOLDER = Path(response.__path__[0])
 TOOLS = [
     {
         "type": "function",
@@ -117,7 +117,7 @@ class Counting(ast.NodeTransformer):
 def readers() -> Any:
     """The modules of the readers, with their work counted."""
     found: dict[str, ModuleType] = {}
-    known = {f"{reply.__name__}.{name}": sys.modules.get(f"{reply.__name__}.{name}") for name in NAMES}
+    known = {f"{response.__name__}.{name}": sys.modules.get(f"{response.__name__}.{name}") for name in NAMES}
     try:
         for full in known:
             source = FOLDER / f"{full.rpartition('.')[2]}.py"
@@ -158,7 +158,9 @@ def grows_by(make: Any, begun: str, part: str, size: int, length: int) -> float:
 
 @pytest.mark.parametrize("size", [10**9, 19])
 @pytest.mark.parametrize("form", FORMS)
-def test_hostile_replies_take_work_in_proportion_to_their_length(readers: Any, form: Any, size: int) -> None:
+def test_hostile_responses_take_work_in_proportion_to_their_length(
+    readers: Any, form: Any, size: int
+) -> None:
     def make() -> Any:
         calls = getattr(readers["calls"], form) if form else None
         return readers["tags"].TagReader(has_thoughts=True, form=calls, tools=TOOLS)
@@ -206,7 +208,7 @@ def test_a_checkpoints_reader_takes_work_in_proportion_to_the_length(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_expressions_do_not_go_back_over_text(name: str) -> None:
-    module = importlib.import_module(f"{reply.__name__}.{name}")
+    module = importlib.import_module(f"{response.__name__}.{name}")
     values = [each for value in vars(module).values() for each in _expressions(value)]
     for expression in values:
         tree = sre_parser.parse(expression.pattern, expression.flags)

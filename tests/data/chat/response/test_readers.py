@@ -1,14 +1,14 @@
-"""Replies are read into the parts that were written, however the text is cut into pieces."""
+"""Responses are read into the parts that were written, however the text is cut into pieces."""
 
 import json
 from typing import Any
 
 import pytest
 
-from eagle_kit.data.chat.reply.calls import CALLS_BEGIN, DEEPSEEK, HERMES, LLAMA3, MISTRAL, CallForm
-from eagle_kit.data.chat.reply.harmony import HarmonyReader
-from eagle_kit.data.chat.reply.parts import Call, ReplyParts, ReplyReader, read_reply
-from eagle_kit.data.chat.reply.tags import TagReader
+from eagle_kit.data.chat.response.calls import CALLS_BEGIN, DEEPSEEK, HERMES, LLAMA3, MISTRAL, CallForm
+from eagle_kit.data.chat.response.harmony import HarmonyReader
+from eagle_kit.data.chat.response.parts import Call, ResponseParts, ResponseReader, read_response
+from eagle_kit.data.chat.response.tags import TagReader
 
 TOOLS = [
     {
@@ -45,12 +45,12 @@ LLAMA_FUNCTION = '{"type": "function", "function": "weather", "parameters": {"ci
 LLAMA = '{"name": "weather", "parameters": {"city": "Łódź"}}'
 
 
-def tags(form: CallForm | None = HERMES, has_thoughts: bool = True, **kwargs: bool) -> ReplyReader:
+def tags(form: CallForm | None = HERMES, has_thoughts: bool = True, **kwargs: bool) -> ResponseReader:
     return TagReader(has_thoughts=has_thoughts, form=form, tools=TOOLS, **kwargs)
 
 
-def parts_of_pieces(reader: ReplyReader, pieces: list[str]) -> ReplyParts:
-    parts = ReplyParts()
+def parts_of_pieces(reader: ResponseReader, pieces: list[str]) -> ResponseParts:
+    parts = ResponseParts()
     for piece in pieces:
         parts.add(reader.feed(piece))
     parts.add(reader.finish())
@@ -215,12 +215,14 @@ CASES: list[tuple[str, Any, str, tuple[str, str, list[Call]]]] = [
     ("kwargs", "text", "expected"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
 )
 def test_tags_and_calls_in_any_pieces(kwargs: dict, text: str, expected: tuple) -> None:
-    assert read_reply(tags(**kwargs), text) == ReplyParts(*expected)
+    assert read_response(tags(**kwargs), text) == ResponseParts(*expected)
     for cut in range(len(text) + 1):
-        assert parts_of_pieces(tags(**kwargs), [text[:cut], text[cut:]]) == ReplyParts(*expected), text[:cut]
+        assert parts_of_pieces(tags(**kwargs), [text[:cut], text[cut:]]) == ResponseParts(*expected), text[
+            :cut
+        ]
     for size in (1, 2, 3, 7):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        assert parts_of_pieces(tags(**kwargs), pieces) == ReplyParts(*expected)
+        assert parts_of_pieces(tags(**kwargs), pieces) == ResponseParts(*expected)
 
 
 ANALYSIS = "<|channel|>analysis<|message|>I look.<|end|>"
@@ -316,12 +318,12 @@ def test_harmony_in_any_pieces(kwargs: dict, text: str, expected: tuple) -> None
     def reader() -> HarmonyReader:
         return HarmonyReader(**{"has_thoughts": True, "has_calls": True, **kwargs})
 
-    assert read_reply(reader(), text) == ReplyParts(*expected)
+    assert read_response(reader(), text) == ResponseParts(*expected)
     for cut in range(len(text) + 1):
-        assert parts_of_pieces(reader(), [text[:cut], text[cut:]]) == ReplyParts(*expected), text[:cut]
+        assert parts_of_pieces(reader(), [text[:cut], text[cut:]]) == ResponseParts(*expected), text[:cut]
     for size in (1, 2, 3, 7):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        assert parts_of_pieces(reader(), pieces) == ReplyParts(*expected)
+        assert parts_of_pieces(reader(), pieces) == ResponseParts(*expected)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +333,7 @@ def test_text_is_not_held_back_where_no_marker_can_begin(kwargs: dict) -> None:
     reader = tags(**kwargs)
     for piece in ("Hello", " you", ", a < b", " and 1 [x] {", '"name": 2}'):
         assert reader.feed(piece).content == piece
-    assert reader.finish() == ReplyParts()
+    assert reader.finish() == ResponseParts()
 
 
 def test_prose_about_the_tag_is_not_held_back() -> None:
@@ -358,17 +360,17 @@ def test_long_calls_take_time_in_proportion_to_their_length() -> None:
         assert parts_of_pieces(tags(form), pieces).calls[0].arguments == {"city": "x" * 10**6}
 
 
-def test_a_call_of_harmony_without_arguments_is_whole_where_its_end_ended_the_reply() -> None:
+def test_a_call_of_harmony_without_arguments_is_whole_where_its_end_ended_the_response() -> None:
     for end, expected in (
-        ("<|call|>", ReplyParts(calls=[Call("weather", {})])),
-        ("", ReplyParts(content=TO.removeprefix("<|start|>assistant"))),
-        ("<|endoftext|>", ReplyParts(content=TO.removeprefix("<|start|>assistant"))),
+        ("<|call|>", ResponseParts(calls=[Call("weather", {})])),
+        ("", ResponseParts(content=TO.removeprefix("<|start|>assistant"))),
+        ("<|endoftext|>", ResponseParts(content=TO.removeprefix("<|start|>assistant"))),
     ):
         reader = HarmonyReader(has_thoughts=True, has_calls=True, begun="")
-        assert read_reply(reader, TO, end) == expected
+        assert read_response(reader, TO, end) == expected
     for text, end in ((FINAL, "<|return|>"), (f"{TO}{ARGUMENTS}", "<|call|>")):
         both = [HarmonyReader(has_thoughts=True, has_calls=True, begun="") for _ in range(2)]
-        assert read_reply(both[0], text, end) == read_reply(both[1], text)
+        assert read_response(both[0], text, end) == read_response(both[1], text)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +388,7 @@ def test_ill_formed_headers_of_harmony_are_read_alike_in_any_pieces(begun: str, 
     def reader() -> HarmonyReader:
         return HarmonyReader(has_thoughts=True, has_calls=True, begun=begun)
 
-    whole = read_reply(reader(), text)
+    whole = read_response(reader(), text)
     for size in (1, 2, 3, 7, 40):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert parts_of_pieces(reader(), pieces) == whole

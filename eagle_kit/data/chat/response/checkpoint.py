@@ -1,4 +1,4 @@
-"""Replies read by a checkpoint's own ``response_template``, with the parser of transformers.
+"""Responses read by a checkpoint's own ``response_template``, with the parser of transformers.
 
 That parser raises for a call that cannot be read, and does not name the text of its markers. So it is fed
 character by character: the text of a call is then known, and becomes content if the parser raises.
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_kit.data.chat.messages import REASONING, Tool, Unusable
-from eagle_kit.data.chat.reply.calls import calls_of
-from eagle_kit.data.chat.reply.parts import Collected, ReplyParts
+from eagle_kit.data.chat.response.calls import calls_of
+from eagle_kit.data.chat.response.parts import Collected, ResponseParts
 
 CALLS = "tool_calls"
 UNREADABLE = (ValueError, KeyError, TypeError, RecursionError, Unusable)
 
 
 class CheckpointReader:
-    """:class:`~eagle_kit.data.chat.reply.parts.ReplyReader` of a response template.
+    """:class:`~eagle_kit.data.chat.response.parts.ResponseReader` of a response template.
 
     Args:
         tokenizer: has the template.
@@ -43,11 +43,11 @@ class CheckpointReader:
             if about.get("content", "text") == "text" and (has_thoughts or name not in REASONING):
                 self._texts.add(name)
         self._has_calls = has_calls
-        self._raw: deque[str] = deque()  # characters of the reply that are in no part yet
+        self._raw: deque[str] = deque()  # characters of the response that are in no part yet
         self._is_broken = False
         self._parts = Collected()
 
-    def feed(self, text: str) -> ReplyParts:
+    def feed(self, text: str) -> ResponseParts:
         """Read a further piece of text."""
         for character in text:
             self._raw.append(character)
@@ -60,7 +60,7 @@ class CheckpointReader:
                 self._give_up()
         return self._parts.take()
 
-    def finish(self, end: str = "") -> ReplyParts:
+    def finish(self, end: str = "") -> ResponseParts:
         """Release what is held back, after the last piece."""
         if not self._is_broken:
             try:

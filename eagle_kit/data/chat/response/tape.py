@@ -1,4 +1,4 @@
-"""Text of a reply that arrives in pieces, for readers written as generators.
+"""Text of a response that arrives in pieces, for readers written as generators.
 
 A reader yields whenever it needs more text, and continues at the same statement when more has come. It reads
 each character once. Text that may be read again is marked, and returned with :meth:`Tape.rewind`.
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Generator
 from typing import TypeVar
 
-from eagle_kit.data.chat.reply.parts import blocks, len_of_beginning
+from eagle_kit.data.chat.response.parts import blocks, len_of_beginning
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -18,34 +18,34 @@ SPACE = re.compile(r"\s*+")
 
 
 class Tape:
-    """Characters of a reply, and the place up to which they were read.
+    """Characters of a response, and the place up to which they were read.
 
     Attributes:
-        text: a block of the reply, and the unread characters before it.
+        text: a block of the response, and the unread characters before it.
         at: place in ``text`` up to which it was read.
-        is_end: the reply has ended: no more text will be fed.
+        is_end: the response has ended: no more text will be fed.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.is_end = False
-        self._base = 0  # place of ``text`` in the reply
+        self._base = 0  # place of ``text`` in the response
         self._unread: deque[str] = deque()  # blocks after ``text``
         self._marked: list[str] | None = None  # text from the mark to the end of ``text``
         self._mark = 0
 
     @property
     def place(self) -> int:
-        """Number of characters of the reply that were read."""
+        """Number of characters of the response that were read."""
         return self._base + self.at
 
     def feed(self, text: str) -> None:
-        """Append text of the reply."""
+        """Append text of the response."""
         self._unread.extend(blocks(text))
 
     def more(self) -> Reading[bool]:
-        """Append the next block to the unread characters. False at the end of the reply."""
+        """Append the next block to the unread characters. False at the end of the response."""
         while not self._unread:
             if self.is_end:
                 return False
@@ -86,7 +86,7 @@ class Tape:
         self._marked = None
 
     def skip_space(self) -> Reading[None]:
-        """Read white space. Afterwards there is another character, unless the reply has ended."""
+        """Read white space. Afterwards there is another character, unless the response has ended."""
         while True:
             found = SPACE.match(self.text, self.at)
             assert found is not None
@@ -112,7 +112,7 @@ class Tape:
         return bool(found)
 
     def find(self, pattern: re.Pattern[str], markers: tuple[str, ...]) -> Reading[str]:
-        """Read up to the end of the first of ``markers`` and return it; empty if the reply ends before.
+        """Read up to the end of the first of ``markers`` and return it; empty if the response ends before.
 
         Args:
             pattern: matches any of the markers.

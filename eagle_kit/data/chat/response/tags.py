@@ -1,4 +1,4 @@
-"""Replies with a thought between ``<think>`` and ``</think>``, and calls in one of the forms of
+"""Responses with a thought between ``<think>`` and ``</think>``, and calls in one of the forms of
 :mod:`.calls`.
 
 A thought may be at the beginning only. White space around a thought, and between text and calls, is left out:
@@ -9,31 +9,31 @@ import re
 from collections.abc import Sequence
 
 from eagle_kit.data.chat.messages import Tool
-from eagle_kit.data.chat.reply.calls import BARE_BEGINNINGS, CallForm, KnownTools
-from eagle_kit.data.chat.reply.parts import Collected, ReplyParts, len_of_beginning
-from eagle_kit.data.chat.reply.tape import Reading, Tape
+from eagle_kit.data.chat.response.calls import BARE_BEGINNINGS, CallForm, KnownTools
+from eagle_kit.data.chat.response.parts import Collected, ResponseParts, len_of_beginning
+from eagle_kit.data.chat.response.tape import Reading, Tape
 
 THINK = "<think>"
 END_THINK = "</think>"
 OPENED = re.compile(r"<think>\s*+\Z")
 CLOSED = re.compile(r"</think>\s*+\Z")
 MOST_REREAD = 8
-"""Text that is no call is read again, for a call within it, up to so many times the length of the reply so
+"""Text that is no call is read again, for a call within it, up to so many times the length of the response so
 far. Beyond that it is text."""
 
 
 def opens_thought(prompt: str) -> bool:
-    """True for a prompt whose end has opened the thought of its reply."""
+    """True for a prompt whose end has opened the thought of its response."""
     return OPENED.search(prompt) is not None
 
 
 def closes_thought(prompt: str) -> bool:
-    """True for a prompt whose end has closed the thought of its reply."""
+    """True for a prompt whose end has closed the thought of its response."""
     return CLOSED.search(prompt) is not None
 
 
 class TagReader:
-    """:class:`~eagle_kit.data.chat.reply.parts.ReplyReader` of tags.
+    """:class:`~eagle_kit.data.chat.response.parts.ResponseReader` of tags.
 
     Args:
         has_thoughts: whether a thought is read.
@@ -61,13 +61,13 @@ class TagReader:
         self._num_reread = 0  # characters
         self._reading = self._read(has_thoughts, is_opened)
 
-    def feed(self, text: str) -> ReplyParts:
+    def feed(self, text: str) -> ResponseParts:
         """Read a further piece of text."""
         self._tape.feed(text)
         next(self._reading)
         return self._found.take()
 
-    def finish(self, end: str = "") -> ReplyParts:
+    def finish(self, end: str = "") -> ResponseParts:
         """Release text that is held back, after the last piece."""
         self._tape.is_end = True
         next(self._reading, None)
@@ -77,7 +77,7 @@ class TagReader:
         return self._found.take()
 
     def _read(self, has_thoughts: bool, is_opened: bool) -> Reading[None]:
-        """Read the reply."""
+        """Read the response."""
         if has_thoughts:
             has_thought = is_opened
             begin = self._tape.mark()
@@ -107,7 +107,7 @@ class TagReader:
             self._add_reasoning(tape.text[tape.at : until])
             tape.at = until
 
-            # Its end, or that of the reply.
+            # Its end, or that of the response.
             if place >= 0:
                 tape.at += len(END_THINK)
                 self._gap = []
@@ -128,7 +128,7 @@ class TagReader:
         self._gap.append(text[len(stripped) :])
 
     def _content(self) -> Reading[bool]:
-        """Read text up to a call, and the call. False at the end of the reply."""
+        """Read text up to a call, and the call. False at the end of the response."""
         tape = self._tape
         form = self._form
         if form is None:
@@ -231,7 +231,7 @@ class TagReader:
 
 
 class ConstrainedReader(TagReader):
-    """Reader of replies whose answer must match a grammar: everything after the thought is content, white
+    """Reader of responses whose answer must match a grammar: everything after the thought is content, white
     space included.
 
     Args:

@@ -1,4 +1,4 @@
-"""Several sampled replies to one prompt, with the log-probabilities of their tokens."""
+"""Several sampled responses to one prompt, with the log-probabilities of their tokens."""
 
 from eagle_kit import LLM, SamplingParams
 
@@ -9,8 +9,8 @@ def main(target: str = TARGET) -> None:
     llm = LLM(target)
     params = SamplingParams(n=3, temperature=0.8, top_p=0.95, seed=0, max_tokens=12, logprobs=2)
     (output,) = llm.generate("My favourite animal is", params)
-    for reply in output.outputs:
-        print(reply.index, f"{reply.cumulative_logprob:.2f}", repr(reply.text))
+    for response in output.outputs:
+        print(response.index, f"{response.cumulative_logprob:.2f}", repr(response.text))
 
     # Of each token: its log-probability, and the most likely alternatives as (token id, log-probability).
     for token, entry in zip(output.token_ids, output.logprobs, strict=True):

@@ -1,4 +1,4 @@
-"""What a reply shows: text without the token that stopped it, figures that mean the prompt."""
+"""What a response shows: text without the token that stopped it, figures that mean the prompt."""
 
 import pytest
 from tiny_run import make_target
@@ -11,7 +11,7 @@ from eagle_kit.models.loading.source import load_tokenizer
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    folder = make_target(tmp_path_factory.mktemp("replies") / "target")
+    folder = make_target(tmp_path_factory.mktemp("responses") / "target")
     return LLM(load_target(folder), tokenizer=load_tokenizer(folder), max_context=128, max_batch_size=4)
 
 

@@ -1,11 +1,11 @@
-"""Reply of one request as an async iterator of deltas."""
+"""Response of one request as an async iterator of deltas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from eagle_kit.core.output import ReplyLogprobs
+from eagle_kit.core.output import ResponseLogprobs
 
 if TYPE_CHECKING:
     from eagle_kit.engine.request import Request
@@ -31,12 +31,12 @@ class NotFinite(EngineFailed):
 
 @dataclass
 class Delta:
-    """Addition to a reply: text, tokens, their log-probabilities when asked for, and at the end the finish
+    """Addition to a response: text, tokens, their log-probabilities when asked for, and at the end the finish
     reason."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
+    logprobs: ResponseLogprobs = field(default_factory=ResponseLogprobs)
     finish_reason: str | None = None
 
     def add(self, later: "Delta") -> None:
@@ -57,21 +57,21 @@ class Observer(Protocol):
         """Observe the end of a request."""
 
 
-class ReplyStream:
-    """Reply of an admitted request: an async iterator of :class:`Delta`, the last of which has the
+class ResponseStream:
+    """Response of an admitted request: an async iterator of :class:`Delta`, the last of which has the
     finish reason.
 
     :meth:`close` may be called at any time, any number of times; it aborts an unfinished request.
 
     Attributes:
         request: the request.
-        siblings: replies of the same HTTP request, this one among them.
-        finish_reason: why the reply has ended; None before the end, and after an error.
+        siblings: responses of the same HTTP request, this one among them.
+        finish_reason: why the response has ended; None before the end, and after an error.
     """
 
-    def __init__(self, request: "Request", abort: Callable[["ReplyStream"], None]) -> None:
+    def __init__(self, request: "Request", abort: Callable[["ResponseStream"], None]) -> None:
         self.request = request
-        self.siblings: Sequence[ReplyStream] = (self,)
+        self.siblings: Sequence[ResponseStream] = (self,)
         self.finish_reason: str | None = None
         self._abort = abort
         self._changed = asyncio.Event()
@@ -94,7 +94,7 @@ class ReplyStream:
         return delta
 
     async def begun(self) -> None:
-        """Wait for the first token or the end. Raises the error of a reply that ended without a token."""
+        """Wait for the first token or the end. Raises the error of a response that ended without a token."""
         while self._unread is None and self._error is None and self.finish_reason is None:
             self._changed.clear()
             await self._changed.wait()
@@ -102,7 +102,7 @@ class ReplyStream:
             raise self._error
 
     async def collect(self) -> Delta:
-        """Wait for the end, and return the reply as one delta."""
+        """Wait for the end, and return the response as one delta."""
         whole = Delta()
         async for delta in self:
             whole.add(delta)
@@ -114,7 +114,7 @@ class ReplyStream:
             self._abort(self)
 
     def put(self, delta: "Delta | Exception") -> None:
-        """Add new tokens, or the error that ends the reply. Only the event loop calls it."""
+        """Add new tokens, or the error that ends the response. Only the event loop calls it."""
         if self._error is not None:
             return
         if isinstance(delta, Exception):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, create_model
 
-from eagle_kit.data.chat.reply.literals import end_of_value, typed
+from eagle_kit.data.chat.response.literals import end_of_value, typed
 
 VALUES = [
     {"a": [1, -2.5e-3, True, None, {}], "b\\\n\"'": {"c": [[], "é, {"]}},

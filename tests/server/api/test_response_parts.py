@@ -34,7 +34,7 @@ NO_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": \n</tool_call>
 
 @pytest.fixture(scope="module")
 def served():
-    """``served(format, text, **settings)``: a server whose replies have the text, a few tokens a step."""
+    """``served(format, text, **settings)``: a server whose responses have the text, a few tokens a step."""
     with ExitStack() as stack:
         kept: dict[Any, Any] = {}
 
@@ -94,7 +94,7 @@ def whole(choice: Any) -> dict[str, Any]:
 
 
 def both(server: Any, **body: Any) -> dict[str, Any]:
-    """A reply whole and as a stream, which are the same but for the ids of calls."""
+    """A response whole and as a stream, which are the same but for the ids of calls."""
     one = whole(ask(server, **body).choices[0])
     other = streamed(ask(server, stream=True, **body))
     ids = [call[0] for found in (one, other) for call in found["calls"]]
@@ -147,7 +147,7 @@ def test_calls_alone_have_no_content_and_thoughts_alone_an_empty_one(served: Any
     assert message == {"role": "assistant", "content": "", "refusal": None, "reasoning_content": "hm"}
 
 
-def test_a_reply_that_a_prompt_has_begun(served: Any) -> None:
+def test_a_response_that_a_prompt_has_begun(served: Any) -> None:
     server = served("deepseek_r1", "hm\n</think>\n\nDry.")
     found = both(server, tools=None)
     assert (found["reasoning"], found["content"], found["reason"]) == ("hm", "Dry.", "stop")
@@ -184,7 +184,7 @@ def test_what_is_no_call_stays_in_the_content(served: Any) -> None:
     ],
     ids=["thought", "call"],
 )
-def test_replies_cut_at_max_tokens_keep_all_that_was_written(served: Any, cut: str, expected: dict) -> None:
+def test_responses_cut_at_max_tokens_keep_all_that_was_written(served: Any, cut: str, expected: dict) -> None:
     server = served("qwen3", QWEN3)
     tokens = len(server.llm.tokenizer(cut, add_special_tokens=False)["input_ids"])
     found = both(server, max_tokens=tokens)
@@ -233,7 +233,7 @@ def test_without_parallel_calls_later_ones_are_dropped(served: Any) -> None:
         assert both(served("qwen3", QWEN3), parallel_tool_calls=given)["calls"] == [CALL] * 2
 
 
-def test_a_call_without_arguments_that_ends_a_reply_of_harmony_is_one(served: Any) -> None:
+def test_a_call_without_arguments_that_ends_a_response_of_harmony_is_one(served: Any) -> None:
     header = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     found = both(served("harmony", f"{header}<|call|>"))
     assert (found["calls"], found["content"], found["reason"]) == ([("weather", {})], "", "tool_calls")
@@ -242,7 +242,7 @@ def test_a_call_without_arguments_that_ends_a_reply_of_harmony_is_one(served: An
     assert (found["calls"], found["content"], found["reason"]) == ([], header, "length")
 
 
-def test_an_aborted_reply_keeps_what_was_written(served: Any) -> None:
+def test_an_aborted_response_keeps_what_was_written(served: Any) -> None:
     server = served("qwen3", "<think>\n" + "hm " * 30)
     server.engine.most_tokens = 30
     found = []

@@ -1,4 +1,4 @@
-"""Replies of gpt-oss in OpenAI's harmony format: messages of several channels.
+"""Responses of gpt-oss in OpenAI's harmony format: messages of several channels.
 
 ``<|channel|>analysis<|message|>thought<|end|>`` is reasoning, the channels final and commentary are content,
 and a message ``to=functions.NAME`` is a call whose text is its arguments
@@ -9,15 +9,15 @@ import json
 import re
 
 from eagle_kit.data.chat.messages import Unusable
-from eagle_kit.data.chat.reply.calls import make_call
-from eagle_kit.data.chat.reply.parts import Collected, ReplyParts, blocks, len_of_beginning
+from eagle_kit.data.chat.response.calls import make_call
+from eagle_kit.data.chat.response.parts import Collected, ResponseParts, blocks, len_of_beginning
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
 MESSAGE = "<|message|>"
 CONSTRAIN = "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-"""Ends of a message; ``<|call|>`` and ``<|return|>`` end a reply."""
+"""Ends of a message; ``<|call|>`` and ``<|return|>`` end a response."""
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>")
 AFTER_ROLE = (CHANNEL, MESSAGE, CONSTRAIN, " to=")
 MOST_HEADER = 256
@@ -35,7 +35,8 @@ def begun_message(prompt: str) -> str:
 
 
 def begun_part(prompt: str) -> str:
-    """Part of the reply that a prompt has begun, ``reasoning`` or ``content``; empty if it has begun none."""
+    """Part of the response that a prompt has begun, ``reasoning`` or ``content``; empty if it has begun
+    none."""
     head, mark, _ = begun_message(prompt).partition(MESSAGE)
     if not mark:
         return ""
@@ -49,7 +50,7 @@ def _channel(header: str) -> str:
 
 
 class HarmonyReader:
-    """:class:`~eagle_kit.data.chat.reply.parts.ReplyReader` of harmony's messages.
+    """:class:`~eagle_kit.data.chat.response.parts.ResponseReader` of harmony's messages.
 
     Args:
         has_thoughts: whether the channel analysis is reasoning.
@@ -84,14 +85,14 @@ class HarmonyReader:
         if mark:
             self._begin(head, text)
 
-    def feed(self, text: str) -> ReplyParts:
+    def feed(self, text: str) -> ResponseParts:
         """Read a further piece of text."""
         for block in blocks(text):
             self._held += block
             self._read(False)
         return self._found.take()
 
-    def finish(self, end: str = "") -> ReplyParts:
+    def finish(self, end: str = "") -> ResponseParts:
         """Release what is held back, after the last piece. With the ``end`` of a message the last message is
         whole."""
         if end in ENDS:
@@ -105,7 +106,7 @@ class HarmonyReader:
             pass
 
     def _in_header(self, is_end: bool) -> bool:
-        """Read a message's header. A header that the end of the reply cuts off is left out."""
+        """Read a message's header. A header that the end of the response cuts off is left out."""
         text = self._held
         end = text.find(MESSAGE, 0, MOST_HEADER)
 
@@ -153,7 +154,7 @@ class HarmonyReader:
         """Begin a message.
 
         Args:
-            text: its text in the prompt; empty for a message that begins in the reply.
+            text: its text in the prompt; empty for a message that begins in the response.
         """
         header = header.lstrip()
         self._written = header.removeprefix(f"{START}assistant") + MESSAGE

@@ -1,4 +1,4 @@
-"""The form in which a target writes its replies: by name, or found in renderings of its chat template."""
+"""The form in which a target writes its responses: by name, or found in renderings of its chat template."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.structured_outputs import Thought
 from eagle_kit.data.chat.messages import ChatPrompt, Message, Tool, Unusable
 from eagle_kit.data.chat.renderer import ChatRenderer
-from eagle_kit.data.chat.reply.calls import DEEPSEEK, HERMES, LLAMA3, MISTRAL, CallForm
-from eagle_kit.data.chat.reply.checkpoint import CheckpointReader
-from eagle_kit.data.chat.reply.harmony import (
+from eagle_kit.data.chat.response.calls import DEEPSEEK, HERMES, LLAMA3, MISTRAL, CallForm
+from eagle_kit.data.chat.response.checkpoint import CheckpointReader
+from eagle_kit.data.chat.response.harmony import (
     CHANNEL,
     MARKERS,
     MESSAGE,
@@ -19,8 +19,8 @@ from eagle_kit.data.chat.reply.harmony import (
     begun_message,
     begun_part,
 )
-from eagle_kit.data.chat.reply.parts import Call, ReplyReader, read_reply
-from eagle_kit.data.chat.reply.tags import (
+from eagle_kit.data.chat.response.parts import Call, ResponseReader, read_response
+from eagle_kit.data.chat.response.tags import (
     END_THINK,
     THINK,
     ConstrainedReader,
@@ -33,7 +33,7 @@ CHECKPOINT = "checkpoint"
 HARMONY = "harmony"
 TAGS = "think"
 DEEPSEEK_R1 = "deepseek_r1"
-"""Form ``think`` whose replies begin with a thought, with or without its opening tag, unless the prompt has
+"""Form ``think`` whose responses begin with a thought, with or without its opening tag, unless the prompt has
 closed it."""
 REASONING_PARSERS: dict[str, str] = {
     **dict.fromkeys((TAGS, "deepseek_v3", "deepseek-v3", "qwen3"), TAGS),
@@ -50,7 +50,7 @@ TOOL_CALL_PARSERS: dict[str, CallForm | str] = {
 }
 """Forms of calls by their names here, in vLLM and in SGLang."""
 TAIL = 64
-"""Last tokens of a prompt among which the beginning of a reply is searched."""
+"""Last tokens of a prompt among which the beginning of a response is searched."""
 THOUGHT = "eaglekitthought"
 QUESTION = {"role": "user", "content": "eaglekitquestion"}
 TOOL: Tool = {
@@ -64,23 +64,23 @@ TOOL: Tool = {
 CALL = Call("eaglekitprobe", {"x": "y"})
 
 
-class ConstrainedReply(NamedTuple):
-    """Reading of a reply whose answer must match a grammar.
+class ConstrainedResponse(NamedTuple):
+    """Reading of a response whose answer must match a grammar.
 
     Attributes:
         thought: bounds of its reasoning; None if the grammar holds from the first token.
-        make_reader: makes a reader of reasoning and content; None if the whole reply is content.
+        make_reader: makes a reader of reasoning and content; None if the whole response is content.
         shown_tokens: special tokens that the text for the reader must have.
     """
 
     thought: Thought | None = None
-    make_reader: Callable[[], ReplyReader] | None = None
+    make_reader: Callable[[], ResponseReader] | None = None
     shown_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
-class ReplyForms:
-    """Forms of the reasoning and the calls in replies of a target.
+class ResponseForms:
+    """Forms of the reasoning and the calls in responses of a target.
 
     Attributes:
         renderer: of the prompts; its tokenizer is the target's.
@@ -92,11 +92,11 @@ class ReplyForms:
     reasoning: str | None = None
     calls: CallForm | str | None = None
 
-    def reader(self, prompt_ids: Sequence[int], tools: Sequence[Tool] = ()) -> ReplyReader | None:
-        """Make a reader of one reply; None if the whole reply is content.
+    def reader(self, prompt_ids: Sequence[int], tools: Sequence[Tool] = ()) -> ResponseReader | None:
+        """Make a reader of one response; None if the whole response is content.
 
         Args:
-            prompt_ids: the prompt, which may have begun the reply.
+            prompt_ids: the prompt, which may have begun the response.
             tools: tools of the request; without any, calls are not read.
         """
         calls = self.calls if tools else None
@@ -115,8 +115,8 @@ class ReplyForms:
         tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         return _reader(self.reasoning, calls, tail, tools)
 
-    def constrained(self, prompt_ids: Sequence[int]) -> ConstrainedReply:
-        """Choose the reading of a reply to a prompt whose answer must match a grammar. Grammars have no
+    def constrained(self, prompt_ids: Sequence[int]) -> ConstrainedResponse:
+        """Choose the reading of a response to a prompt whose answer must match a grammar. Grammars have no
         markers of calls.
 
         There is no reasoning if the prompt has closed it, or if its markers are no tokens of their own.
@@ -125,18 +125,22 @@ class ReplyForms:
         if form == CHECKPOINT:
             form = _probe_thoughts(self.renderer)
         if form is None:
-            return ConstrainedReply()
+            return ConstrainedResponse()
         tail = self.renderer.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         thought = self._thought(form, tail)
         if thought is None:
-            return ConstrainedReply()
-        make_reader: Callable[[], ReplyReader] = partial(ConstrainedReader, is_opened=thought.opener is None)
+            return ConstrainedResponse()
+        make_reader: Callable[[], ResponseReader] = partial(
+            ConstrainedReader, is_opened=thought.opener is None
+        )
         if form == HARMONY:
             make_reader = partial(_reader, form, None, tail, ())
-        return ConstrainedReply(thought, make_reader, ReplyForms(self.renderer, form).shown_tokens(False))
+        return ConstrainedResponse(
+            thought, make_reader, ResponseForms(self.renderer, form).shown_tokens(False)
+        )
 
     def _thought(self, form: str, prompt: str) -> Thought | None:
-        """Bounds of the reasoning in a reply to ``prompt``; None if there is none."""
+        """Bounds of the reasoning in a response to ``prompt``; None if there is none."""
         if form == HARMONY:
             if begun_part(prompt) == "content":
                 return None
@@ -154,7 +158,7 @@ class ReplyForms:
         return tuple(self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def shown_tokens(self, has_tools: bool) -> frozenset[int]:
-        """Special tokens that the text of replies must have for a reader, with tools or without."""
+        """Special tokens that the text of responses must have for a reader, with tools or without."""
         calls = self.calls if has_tools else None
         added = self.renderer.tokenizer.added_tokens_decoder
         special = {token: about.content for token, about in added.items() if about.special}
@@ -185,8 +189,8 @@ def _reader(
     calls: CallForm | str | None,
     prompt: str,
     tools: Sequence[Tool],
-) -> ReplyReader:
-    """Make a reader of a reply to ``prompt`` in two forms, of which none is the checkpoint's."""
+) -> ResponseReader:
+    """Make a reader of a response to ``prompt`` in two forms, of which none is the checkpoint's."""
     if HARMONY in (reasoning, calls):
         return HarmonyReader(
             has_thoughts=reasoning == HARMONY,
@@ -201,14 +205,14 @@ def _reader(
     )
 
 
-def choose_forms(renderer: ChatRenderer, reasoning: str = "auto", calls: str = "auto") -> ReplyForms:
-    """Choose the forms of a target's replies.
+def choose_forms(renderer: ChatRenderer, reasoning: str = "auto", calls: str = "auto") -> ResponseForms:
+    """Choose the forms of a target's responses.
 
     Args:
         renderer: of the prompts of the target.
         reasoning: ``auto``, ``none`` or one of ``REASONING_PARSERS``.
         calls: ``auto``, ``none`` or one of ``TOOL_CALL_PARSERS``. ``auto`` is the checkpoint's own response
-            template, or else the first form that reads a reply back from a rendering of the chat template.
+            template, or else the first form that reads a response back from a rendering of the chat template.
 
     Raises:
         UserError: an unknown name, or harmony for one of them and another form for the other.
@@ -227,7 +231,7 @@ def choose_forms(renderer: ChatRenderer, reasoning: str = "auto", calls: str = "
                 f"The form {whole} has both reasoning and tool calls, and another one was given beside it.",
                 "Give the same for --reasoning-parser and --tool-call-parser, or none.",
             )
-    return ReplyForms(renderer, thought_form, call_form)
+    return ResponseForms(renderer, thought_form, call_form)
 
 
 def check_names(reasoning: str, calls: str) -> None:
@@ -255,49 +259,50 @@ def _has_response_template(tokenizer: Any) -> bool:
 
 
 def _probe_thoughts(renderer: ChatRenderer) -> str | None:
-    """The form that reads back the thought of a reply that the chat template renders; None if none does."""
+    """The form that reads back the thought of a response that the chat template renders; None if none
+    does."""
     message = {"role": "assistant", "reasoning_content": THOUGHT, "content": "eaglekitanswer"}
-    rendered = _render_reply(renderer, message, ())
+    rendered = _render_response(renderer, message, ())
     if rendered is None:
         return None
     for form in (HARMONY, TAGS):
         reader = _reader(form, None, rendered.prompt, ())
-        if read_reply(reader, rendered.reply).reasoning == THOUGHT:
+        if read_response(reader, rendered.response).reasoning == THOUGHT:
             return form
 
-    # A template may drop the thought even of the last reply (DeepSeek-R1).
+    # A template may drop the thought even of the last response (DeepSeek-R1).
     return TAGS if END_THINK in renderer.template() else None
 
 
 def _probe_calls(renderer: ChatRenderer) -> CallForm | str | None:
-    """The form that reads back the call of a reply that the chat template renders; None if none does."""
+    """The form that reads back the call of a response that the chat template renders; None if none does."""
     call = {
         "id": "eaglekit1",  # nine letters and digits, as Mistral asks for
         "type": "function",
         "function": {"name": CALL.name, "arguments": CALL.arguments},
     }
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    rendered = _render_reply(renderer, message, (TOOL,))
-    if rendered is None or CALL.name not in rendered.reply:
+    rendered = _render_response(renderer, message, (TOOL,))
+    if rendered is None or CALL.name not in rendered.response:
         return None
     forms: tuple[CallForm | str, ...] = (HARMONY, HERMES, DEEPSEEK, MISTRAL, LLAMA3)
     for form in forms:
         reader = _reader(None, form, rendered.prompt, (TOOL,))
-        if read_reply(reader, rendered.reply).calls == [CALL]:
+        if read_response(reader, rendered.response).calls == [CALL]:
             return form
     return None
 
 
 class _Rendered(NamedTuple):
-    """Renderings of a prompt, and of the reply after it without its end."""
+    """Renderings of a prompt, and of the response after it without its end."""
 
     prompt: str
-    reply: str
+    response: str
 
 
-def _render_reply(renderer: ChatRenderer, message: Message, tools: Sequence[Tool]) -> _Rendered | None:
-    """Render a question and the reply ``message``; None if the chat template refuses them."""
-    # Some templates write the generation prompt only if no reply follows.
+def _render_response(renderer: ChatRenderer, message: Message, tools: Sequence[Tool]) -> _Rendered | None:
+    """Render a question and the response ``message``; None if the chat template refuses them."""
+    # Some templates write the generation prompt only if no response follows.
     try:
         question = ChatPrompt([QUESTION], tools)
         prompt = renderer.render(question, generation_prompt=True)
@@ -309,7 +314,7 @@ def _render_reply(renderer: ChatRenderer, message: Message, tools: Sequence[Tool
     if not text.startswith(prompt):
         return None
 
-    # Cut the reply before its end token.
-    reply = text[len(prompt) :]
-    ends = [reply.index(end) for end in renderer.end_names if end in reply]
-    return _Rendered(prompt, reply[: min(ends, default=len(reply))])
+    # Cut the response before its end token.
+    response = text[len(prompt) :]
+    ends = [response.index(end) for end in renderer.end_names if end in response]
+    return _Rendered(prompt, response[: min(ends, default=len(response))])

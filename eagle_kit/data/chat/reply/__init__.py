@@ -1,1 +1,0 @@
-"""Generated replies read into reasoning, content and tool calls."""

@@ -1,0 +1,1 @@
+"""Generated responses read into reasoning, content and tool calls."""
