@@ -16,8 +16,8 @@ __version__ = "0.2.0"
 __all__ = [
     "LLM",
     "EngineConfig",
-    "ResponseDelta",
     "RequestOutput",
+    "ResponseDelta",
     "SamplingParams",
     "SpecShape",
     "StructuredOutputs",

@@ -386,9 +386,9 @@ def _print_plan(plan: BudgetPlan, left_s: float) -> None:
     chain, tree = expected_accept_lengths(plan.tokens)
     passes = "rows gone through several times" if plan.training.keeps else "in one pass"
     print(
-        f"plan    {plan.response_tokens:,} tokens of own responses ({plan.responses_s / 60:.0f} min), training on "
-        f"{plan.tokens:,} of them and of raw chats, {passes} ({plan.training_s / 60:.0f} min); tuning and "
-        f"evaluation {plan.reserved_s / 60:.0f} min\n"
+        f"plan    {plan.response_tokens:,} tokens of own responses ({plan.responses_s / 60:.0f} min), "
+        f"training on {plan.tokens:,} of them and of raw chats, {passes} ({plan.training_s / 60:.0f} min); "
+        f"tuning and evaluation {plan.reserved_s / 60:.0f} min\n"
         f"time    {about(max(left_s, 0.0))} to go\n"
         f"expect  accept length about {chain:.2f} (4,1,5) and {tree:.2f} (5,4,16), as heads of "
         "SmolLM2-135M-Instruct had after as many tokens; another target's may be higher",

@@ -29,7 +29,7 @@ from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.engine.memory.engine_memory import NEED_LESS
 from eagle_kit.ops.device_memory import out_of_memory_cause, release_cached_memory
 from eagle_kit.server.fair_queue import FairThread
-from eagle_kit.server.response import (
+from eagle_kit.server.response_stream import (
     Delta,
     EngineFailed,
     Observer,

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from eagle_kit.core.output import NOT_FINITE
-from eagle_kit.server.response import Delta, EngineFailed, NotFinite, Observer, ResponseStream
+from eagle_kit.server.response_stream import Delta, EngineFailed, NotFinite, Observer, ResponseStream
 
 
 class Progress:

@@ -352,9 +352,9 @@ Its target is a Llama of eight layers of width 64 over bytes, which has learned 
 the target's greedy responses to the beginnings of {NUM_PROMPTS} questions of the task `ours`, and states that
 transformers computes. `eagle-kit import`, `validate`, `eval` and `serve` then take each head, in fp32.
 
-Counts are those of speculators' own forward in a loop over the target's greedy responses of {NUM_TOKENS} tokens
-to {NUM_JUDGED} of these prompts, drafting as many tokens as the head's config names. Logits are compared
-for the same states and tokens.
+Counts are those of speculators' own forward in a loop over the target's greedy responses of {NUM_TOKENS}
+tokens to {NUM_JUDGED} of these prompts, drafting as many tokens as the head's config names. Logits are
+compared for the same states and tokens.
 
 | peer | versions | what | counts there | result here | date |
 |---|---|---|---|---|---|

@@ -14,7 +14,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.forms import WHOLE, Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Message, on_the_wire
 from eagle_kit.data.chat.response.tags import END_THINK
-from eagle_kit.datagen.regenerate.responder import Response
+from eagle_kit.datagen.regenerate.responder import GeneratedResponse
 
 OPENING = r"(?:(?:i'm |i am )?(?:really |very |so )?sorry|i apologi[sz]e|unfortunately|as an ai)\b"
 CANNOT = r"i(?:'m| am)? (?:can't|cannot|can not|won't|will not|unable to|not able to|not allowed to)"
@@ -79,7 +79,7 @@ class Dialogue:
         return replace(self.prompt, messages=[*self.prompt.messages, *self.waiting[0]])
 
     def add_response(
-        self, response: Response, *, refusals: Sequence[re.Pattern[str]], skip_truncated: bool
+        self, response: GeneratedResponse, *, refusals: Sequence[re.Pattern[str]], skip_truncated: bool
     ) -> None:
         """Append the next messages and their response, or leave the response out.
 

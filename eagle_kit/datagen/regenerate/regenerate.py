@@ -45,7 +45,7 @@ from eagle_kit.datagen.regenerate.files import (
     settings_path,
     writing,
 )
-from eagle_kit.datagen.regenerate.responder import Responder, Response
+from eagle_kit.datagen.regenerate.responder import GeneratedResponse, Responder
 from eagle_kit.report.stages import TimeLeft, mute, say
 
 GROUP_FACTOR = 8
@@ -356,7 +356,10 @@ def _answer(
         params = [dialogue.params(options.sampling) for dialogue in asking]
 
         def take(
-            i: int, response: Response, asking: Sequence[Dialogue] = asking, counted: Sequence[bool] = counted
+            i: int,
+            response: GeneratedResponse,
+            asking: Sequence[Dialogue] = asking,
+            counted: Sequence[bool] = counted,
         ) -> None:
             """Take the response to the i-th prompt."""
             dialogue = asking[i]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Response:
+class GeneratedResponse:
     """One finished response.
 
     Attributes:
@@ -70,7 +70,7 @@ class Responder(Protocol):
         self,
         prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
-        take: Callable[[int, Response], None],
+        take: Callable[[int, GeneratedResponse], None],
     ) -> None:
         """Answer prompts.
 
@@ -100,12 +100,12 @@ class EngineResponder:
         self,
         prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
-        take: Callable[[int, Response], None],
+        take: Callable[[int, GeneratedResponse], None],
     ) -> None:
         """See :class:`Responder`."""
 
         def finish(number: int, output: RequestOutput) -> None:
-            response = Response(
+            response = GeneratedResponse(
                 text=output.text,
                 finish_reason=output.finish_reason,
                 num_tokens=len(output.token_ids),
@@ -119,8 +119,8 @@ class EngineResponder:
         )
 
     def _read(
-        self, response: Response, output: RequestOutput, tools: Sequence[Tool], stop: Sequence[str]
-    ) -> Response:
+        self, response: GeneratedResponse, output: RequestOutput, tools: Sequence[Tool], stop: Sequence[str]
+    ) -> GeneratedResponse:
         """Parse a response into text, reasoning and calls; unchanged if it has text alone."""
         if self._forms is None:
             return response

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_kit.core.errors import UserError, first_line, shown
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.messages import ChatPrompt, Message, Unusable, on_the_wire, read_calls
-from eagle_kit.datagen.regenerate.responder import Response
+from eagle_kit.datagen.regenerate.responder import GeneratedResponse
 
 if TYPE_CHECKING:
     import openai
@@ -137,7 +137,7 @@ class ServerResponder:
         self,
         prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
-        take: Callable[[int, Response], None],
+        take: Callable[[int, GeneratedResponse], None],
     ) -> None:
         """See :class:`~eagle_kit.datagen.regenerate.responder.Responder`.
 
@@ -152,7 +152,7 @@ class ServerResponder:
         self,
         prompts: Sequence[ChatPrompt],
         params: Sequence[SamplingParams],
-        take: Callable[[int, Response], None],
+        take: Callable[[int, GeneratedResponse], None],
     ) -> None:
         """Answer all prompts, with ``concurrency`` requests at a time.
 
@@ -190,7 +190,7 @@ class ServerResponder:
 
     async def _answer(
         self, client: "openai.AsyncOpenAI", prompt: ChatPrompt, params: SamplingParams
-    ) -> Response:
+    ) -> GeneratedResponse:
         """Send one request and read its response. Raises UserError if it fails."""
         settings: dict[str, Any] = {
             "model": self.model,
@@ -238,7 +238,7 @@ class ServerResponder:
             answer = answer.to_dict(warnings=False)
         return read_response(answer, self._options.root, self._options.with_ids)
 
-    def _refused(self, message: str) -> Response:
+    def _refused(self, message: str) -> GeneratedResponse:
         """Response to a refused prompt.
 
         Raises:
@@ -250,7 +250,7 @@ class ServerResponder:
                 f"The server at {self._options.root} refuses every request: {message}.",
                 "Correct the settings of the responses, or the server's.",
             )
-        return Response("", "refused", 0, refused=f"the server refuses it: {message}")
+        return GeneratedResponse("", "refused", 0, refused=f"the server refuses it: {message}")
 
     async def _send(self, request: Any) -> Any:
         """Wait for the response to a request.
@@ -313,7 +313,7 @@ def _message(body: Any) -> str:
     return line[:200] or "nothing"
 
 
-def read_response(answer: Any, where: str, with_ids: bool) -> Response:
+def read_response(answer: Any, where: str, with_ids: bool) -> GeneratedResponse:
     """Read the body of a chat completion.
 
     Args:
@@ -350,7 +350,7 @@ def read_response(answer: Any, where: str, with_ids: bool) -> Response:
                 f"The server at {where} does not return token ids.", "Leave --ids out, or use one that does."
             )
         ids = [*prompt_ids, *response_ids]
-    return Response(
+    return GeneratedResponse(
         text=text,
         finish_reason=finish_reason,
         num_tokens=int(usage.get("completion_tokens") or 0),

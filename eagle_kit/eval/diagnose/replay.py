@@ -75,8 +75,8 @@ def check_sizes(config: DiagnoseConfig) -> None:
     num_tokens = config.limit * config.max_tokens
     if num_tokens - config.limit < FEWEST_TOKENS:
         raise UserError(
-            f"{config.limit} responses of at most {config.max_tokens} tokens have at most {num_tokens} tokens, "
-            "too few to tell a cause from chance.",
+            f"{config.limit} responses of at most {config.max_tokens} tokens have at most {num_tokens} "
+            "tokens, too few to tell a cause from chance.",
             f"Raise --limit or --max-tokens to more than {FEWEST_TOKENS + config.limit} tokens in all.",
         )
 
@@ -104,8 +104,8 @@ def decode_responses(llm: LLM, config: DiagnoseConfig, stages: Stages) -> Respon
     responses = Responses(messages, _decode(llm, messages, config, NO_SPECULATION, stages))
     if responses.is_finite and responses.num_tokens - len(messages) < FEWEST_TOKENS:
         raise UserError(
-            f"The responses to the {len(messages)} prompts of {task.name} have {responses.num_tokens} tokens in "
-            "all, too few to tell a cause from chance.",
+            f"The responses to the {len(messages)} prompts of {task.name} have {responses.num_tokens} tokens "
+            "in all, too few to tell a cause from chance.",
             "Give more prompts with --task and --limit, or a larger --max-tokens.",
         )
     return responses

@@ -14,7 +14,7 @@ from eagle_kit.server.api.protocol import Sampling
 from eagle_kit.server.api.responses import Response, Speculation
 from eagle_kit.server.api.service import FINGERPRINT, FINISH_REASONS, Generation, Service
 from eagle_kit.server.api.sse import event, merge, unless_gone
-from eagle_kit.server.response import Delta
+from eagle_kit.server.response_stream import Delta
 
 BodyT = TypeVar("BodyT", bound=Sampling)
 CHUNK = 2**15
@@ -25,7 +25,7 @@ NO_CHOICES = '"choices":[]'
 
 
 class Written(NamedTuple):
-    """Choice of a response or of an event.
+    """Choice in an HTTP response or in an event.
 
     Attributes:
         choice: the choice without its log-probabilities.
@@ -37,7 +37,7 @@ class Written(NamedTuple):
 
 
 class Answer(ABC, Generic[BodyT]):
-    """Response of one endpoint to a request, made of the responses of the engine.
+    """HTTP response of one endpoint, made of the generated responses of one request.
 
     Args:
         service: the server's service.
@@ -46,11 +46,11 @@ class Answer(ABC, Generic[BodyT]):
     """
 
     response: ClassVar[type[Response]]
-    """Schema of the whole response."""
+    """Schema of the whole HTTP response."""
     event: ClassVar[type[Response]]
     """Schema of an event."""
     kinds: ClassVar[tuple[str, str]]
-    """The field ``object`` of the response and of an event."""
+    """The field ``object`` of the HTTP response and of an event."""
 
     def __init__(self, service: Service, body: BodyT, generation: Generation) -> None:
         self.service = service
@@ -75,7 +75,8 @@ class Answer(ABC, Generic[BodyT]):
         """Make the choices of the events for new tokens of a response."""
 
     async def whole(self, http: Any) -> AsyncIterator[str]:
-        """Wait for all responses, and return the response as chunks of JSON. Raises ClientGone."""
+        """Wait for all generated responses, and return the HTTP response as chunks of
+        JSON. Raises ClientGone."""
         deltas = await unless_gone(http, self.generation.collect())
         response = self.response(**self._head(0), choices=[], usage=self.generation.usage())
         left_out = None if self.body.return_speculation else {"speculation"}
@@ -115,7 +116,7 @@ class Answer(ABC, Generic[BodyT]):
                 task.cancel()
 
     async def events(self) -> AsyncIterator[str]:
-        """Iterate over the events of the response."""
+        """Iterate over the events of the HTTP response."""
         options = self.body.stream_options
         head = self._head(1)
         with_usage = bool(options and options.include_usage)

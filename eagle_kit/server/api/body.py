@@ -10,7 +10,7 @@ from eagle_kit.core.errors import cut
 from eagle_kit.server.api.errors import ApiError, from_validation
 from eagle_kit.server.api.limits import HeldBody, network_of
 from eagle_kit.server.api.sse import ClientGone
-from eagle_kit.server.response import Overloaded
+from eagle_kit.server.response_stream import Overloaded
 
 if TYPE_CHECKING:
     from eagle_kit.server.api.service import Service

@@ -24,7 +24,7 @@ from eagle_kit.server.api.responses import (
 )
 from eagle_kit.server.api.service import Generation, Service
 from eagle_kit.server.api.tool_choice import ChosenCallReader
-from eagle_kit.server.response import Delta
+from eagle_kit.server.response_stream import Delta
 
 ID_LENGTH = 9
 """Length of the id of a call, which Mistral's templates check."""

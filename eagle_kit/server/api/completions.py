@@ -10,7 +10,7 @@ from eagle_kit.server.api.prompts import text_prompt
 from eagle_kit.server.api.protocol import CompletionRequest
 from eagle_kit.server.api.responses import CompletionChoice, CompletionChunk, CompletionResponse
 from eagle_kit.server.api.service import Generation, Service
-from eagle_kit.server.response import Delta
+from eagle_kit.server.response_stream import Delta
 
 
 class CompletionAnswer(Answer[CompletionRequest]):

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from eagle_kit.core.errors import UserError, cut
-from eagle_kit.server.response import EngineFailed, NotFinite, OutOfMemory, Overloaded
+from eagle_kit.server.response_stream import EngineFailed, NotFinite, OutOfMemory, Overloaded
 
 INVALID = "invalid_request_error"
 RETRY_AFTER_S = 1

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from eagle_kit.server.api.errors import ApiError
-from eagle_kit.server.response import Overloaded
+from eagle_kit.server.response_stream import Overloaded
 from eagle_kit.server.room import has_room
 
 

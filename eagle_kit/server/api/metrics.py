@@ -18,7 +18,7 @@ WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 
 class Metrics:
     """Counters and gauges read from the engine when they are asked for, and histograms of latencies.
 
-    It is the :class:`~eagle_kit.server.response.Observer` of a server's engine.
+    It is the :class:`~eagle_kit.server.response_stream.Observer` of a server's engine.
 
     Args:
         engine: its counters are read from another thread than its own, each of them a plain number.

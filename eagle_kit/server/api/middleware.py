@@ -14,7 +14,7 @@ from typing import Any
 from eagle_kit.server.api.errors import ApiError, as_api_error
 from eagle_kit.server.api.hosts import check_host
 from eagle_kit.server.api.sse import ClientGone
-from eagle_kit.server.response import EngineFailed, Overloaded
+from eagle_kit.server.response_stream import EngineFailed, Overloaded
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -64,7 +64,8 @@ def _max_tokens(body: Sampling, num_prompt_tokens: int, max_context: int) -> int
     room = max_context - num_prompt_tokens
     if room < 1:
         raise UserError(
-            f"The prompt has {num_prompt_tokens} tokens, but the context holds {max_context} with the response.",
+            f"The prompt has {num_prompt_tokens} tokens, but the context holds {max_context} with the "
+            "response.",
             "Shorten the prompt.",
         )
     asked = body.max_tokens
@@ -99,8 +100,8 @@ def check_num_logprobs(body: Sampling, params: Sequence[SamplingParams]) -> None
     if count > MAX_REQUEST_LOGPROBS:
         name = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
         raise UserError(
-            f"The request asks for up to {count} log-probabilities (max_tokens of all responses times {name} + "
-            f"1), and {MAX_REQUEST_LOGPROBS} are allowed.",
+            f"The request asks for up to {count} log-probabilities (max_tokens of all responses times "
+            f"{name} + 1), and {MAX_REQUEST_LOGPROBS} are allowed.",
             f"Lower n, max_tokens or {name}.",
         )
 

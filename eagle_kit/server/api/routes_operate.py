@@ -7,7 +7,7 @@ from eagle_kit.server.api.documented import body_schema, error_responses
 from eagle_kit.server.api.protocol import AbortRequest
 from eagle_kit.server.api.responses import Aborted, HealthReport, ModelCard, ModelList
 from eagle_kit.server.api.service import Service
-from eagle_kit.server.response import EngineFailed, Overloaded
+from eagle_kit.server.response_stream import EngineFailed, Overloaded
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -32,7 +32,7 @@ from eagle_kit.server.api.protocol import Sampling
 from eagle_kit.server.api.responses import CachedTokens, Usage
 from eagle_kit.server.async_engine import AsyncEngine
 from eagle_kit.server.fair_queue import FairThread
-from eagle_kit.server.response import Delta, ResponseStream
+from eagle_kit.server.response_stream import Delta, ResponseStream
 
 if TYPE_CHECKING:
     from eagle_kit.engine.engine import Engine

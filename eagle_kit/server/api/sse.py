@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from eagle_kit.server.api.errors import as_api_error
-from eagle_kit.server.response import Delta, ResponseStream
+from eagle_kit.server.response_stream import Delta, ResponseStream
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"

@@ -16,7 +16,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.datagen.regenerate import server as module
 from eagle_kit.datagen.regenerate.files import NotWritten
 from eagle_kit.datagen.regenerate.regenerate import TOO_LONG
-from eagle_kit.datagen.regenerate.responder import Response
+from eagle_kit.datagen.regenerate.responder import GeneratedResponse
 
 
 class Script:
@@ -395,7 +395,7 @@ def test_responses_under_way_are_taken_after_an_unexpected_error(monkeypatch):
     def answer(number):
         if number == 0:
             raise RuntimeError("unexpected")
-        return Response("a", "stop", 1)
+        return GeneratedResponse("a", "stop", 1)
 
     taken = []
     with pytest.raises(RuntimeError, match="unexpected"):
@@ -413,5 +413,7 @@ def test_nothing_is_taken_after_a_response_that_cannot_be_written(monkeypatch):
 
     taken = []
     with pytest.raises(NotWritten):
-        responder_of(lambda number: Response("a", "stop", 1), monkeypatch).answer(range(9), range(9), take)
+        responder_of(lambda number: GeneratedResponse("a", "stop", 1), monkeypatch).answer(
+            range(9), range(9), take
+        )
     assert taken == [0, 1]

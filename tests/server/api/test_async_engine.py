@@ -13,7 +13,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.server import async_engine
 from eagle_kit.server.async_engine import AsyncEngine
-from eagle_kit.server.response import Delta, EngineFailed, Overloaded
+from eagle_kit.server.response_stream import Delta, EngineFailed, Overloaded
 
 GREEDY = SamplingParams(max_tokens=200)
 

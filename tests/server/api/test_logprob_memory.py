@@ -9,7 +9,7 @@ from eagle_kit.core.output import ResponseLogprobs
 from eagle_kit.server.api import answer
 from eagle_kit.server.api.params import MAX_REQUEST_LOGPROBS
 from eagle_kit.server.api.responses import ChatChunk, ChatResponse, CompletionChunk, CompletionResponse
-from eagle_kit.server.response import Delta
+from eagle_kit.server.response_stream import Delta
 from tests.server.api.scripted import ScriptedEngine, scripted_llm
 from tests.server.api.serving import serving
 

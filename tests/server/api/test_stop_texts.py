@@ -12,7 +12,7 @@ from tiny import tiny_head
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.llm import LLM
 from eagle_kit.server.async_engine import AsyncEngine
-from eagle_kit.server.response import Delta, EngineFailed
+from eagle_kit.server.response_stream import Delta, EngineFailed
 
 NUM_REQUESTS = 24
 
