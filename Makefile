@@ -105,7 +105,7 @@ reference: install ## write the generated pages of docs/reference
 
 docs: install ## build the site of docs/ into site/; a broken link or a page outside the navigation is an error
 	@echo "== site of docs/"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "== sentences of more than 25 words (reported, not forbidden)"; $(BIN)/python .ci/long_sentences.py
 
 docs-serve: install ## show the site while you write, at 127.0.0.1:8000

@@ -273,9 +273,9 @@ def _error_lines(schemas: dict[str, Any]) -> list[str]:
     about = "Every response of 400 and above has this body. A stream that fails ends with it as an event."
     lines = [*wrapped(about), *_schema_lines("ErrorResponse", schemas["ErrorResponse"], nullable=True)]
     lines += _schema_lines("ErrorDetail", schemas["ErrorDetail"], nullable=True)
-    rows = []
+    lines += ["", "### Statuses", ""]
     for status in sorted(TYPES.keys() | MEANINGS.keys()):
         kind = ApiError(status, "").body()["error"]["type"]
         meaning = MEANINGS.get(status, f"{HTTPStatus(status).phrase}.")
-        rows.append((str(status), f"`{kind}`", meaning))
-    return [*lines, "", "### Statuses", "", *table(("status", "`type`", "when"), rows)]
+        lines += wrapped(f"* **{status}** (`{kind}`): {meaning}", indent="  ")
+    return lines

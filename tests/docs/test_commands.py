@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from filelock import FileLock
-from pages import DOCS, ROOT, all_pages, blocks, code_words, name_of
+from pages import DOCS, FOLDERS, ROOT, all_pages, blocks, code_words, name_of
 
 from eagle_kit.cli import app
 from eagle_kit.config.train import TrainConfig
@@ -33,11 +33,6 @@ IN_CI = {"docs/tutorials/llama-8b-on-one-gpu.md"}
 """Pages whose commands take seconds; the others run in the nightly tests."""
 ELSEWHERE = {"docs/how-to/use-from-python.md"}
 """Pages whose blocks another test runs (tests/examples/test_examples.py)."""
-FOLDERS = (
-    *("benchmarks", "checkpoints", "configs", "docs", "eagle_kit", "examples"),
-    *("kernels", "recipes", "serve", "tests", "train"),
-)
-"""Folders of the checkout that commands may need."""
 LIMIT_S = 1800
 
 

@@ -6,13 +6,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from pages import DOCS, ROOT, all_pages, anchors, code_words, links, name_of
+from pages import DOCS, FOLDERS, ROOT, all_pages, anchors, code_words, links, name_of, other_pages
 
 OUTSIDE = re.compile(r"[a-z][a-z0-9+.-]*:")
 """Beginning of a link to another place, such as ``https:``."""
 
 
-@pytest.mark.parametrize("page", all_pages(), ids=name_of)
+@pytest.mark.parametrize("page", [*all_pages(), *other_pages()], ids=name_of)
 def test_every_link_leads_to_a_file_and_an_anchor(page: Path) -> None:
     wrong = []
     for link in links(page.read_text(encoding="utf-8")):
@@ -85,6 +85,23 @@ def exists(word: str) -> bool:
 def test_every_file_that_a_page_names_exists(name: str) -> None:
     words = code_words((ROOT / name).read_text(encoding="utf-8"))
     assert sorted(word for word in words if is_path(word) and not exists(word)) == []
+
+
+PAGE_IN_TEXT = re.compile(r"\bdocs/[\w/-]+\.md\b")
+WITH_TEXT = {".py", ".yaml", ".yml", ".toml", ".sh", ".cfg", ".md", ".cpp", ".h"}
+
+
+@pytest.mark.parametrize("folder", [each for each in FOLDERS if each != "docs"])
+def test_every_page_that_a_file_names_exists(folder: str) -> None:
+    """Messages, comments and docstrings name pages of docs/, too."""
+    missing = set()
+    for path in (ROOT / folder).rglob("*"):
+        if path.suffix not in WITH_TEXT or not path.is_file():
+            continue
+        for page in PAGE_IN_TEXT.findall(path.read_text(encoding="utf-8", errors="replace")):
+            if not (ROOT / page).exists():
+                missing.add(f"{name_of(path)}: {page}")
+    assert sorted(missing) == []
 
 
 # Length

@@ -15,9 +15,25 @@ HEADING = re.compile(r"^#{1,6} +(?P<text>.*?) *#*$")
 NAMED_ANCHOR = re.compile(r"<a (?:id|name)=\"(?P<name>[^\"]+)\"")
 
 
+FOLDERS = (
+    *("benchmarks", "checkpoints", "configs", "docs", "eagle_kit", "examples"),
+    *("kernels", "recipes", "serve", "tests", "train"),
+)
+"""Folders of the checkout."""
+
+
 def all_pages() -> list[Path]:
     """README, CONTRIBUTING and all pages of docs/, by name."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def other_pages() -> list[Path]:
+    """CHANGELOG, and the READMEs of other folders."""
+    found = [ROOT / "CHANGELOG.md"]
+    for folder in FOLDERS:
+        if folder != "docs":
+            found += sorted((ROOT / folder).rglob("README.md"))
+    return found
 
 
 def name_of(page: Path) -> str:
