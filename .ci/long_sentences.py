@@ -16,7 +16,7 @@ FENCED = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(`+).+?\1")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 NEW_PARAGRAPH = re.compile(r"^\s*(?:[*+-]|\d+\.|#+|>) +", re.MULTILINE)
-END = re.compile(r"(?<=[.:?!])\s+")
+END = re.compile(r"(?<=[.:?!])[\"*)]*\s+")
 
 
 def sentences(text: str) -> Iterator[str]:
