@@ -18,8 +18,8 @@ from eagle_kit.server.api.responses import (
     ChatDelta,
     ChatMessage,
     ChatResponse,
-    FunctionCall,
-    ToolCall,
+    GeneratedFunctionCall,
+    GeneratedToolCall,
     ToolCallDelta,
 )
 from eagle_kit.server.api.service import Generation, Service
@@ -162,9 +162,9 @@ class ChatAnswer(Answer[ChatRequest]):
         return chat_logprobs(self.service.token_names, delta.token_ids, delta.logprobs)
 
 
-def _tool_call(call: Call) -> ToolCall:
+def _tool_call(call: Call) -> GeneratedToolCall:
     """Make a call with a random id; a client may use its request id again."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return ToolCall(
-        id=uuid.uuid4().hex[:ID_LENGTH], function=FunctionCall(name=call.name, arguments=arguments)
+    return GeneratedToolCall(
+        id=uuid.uuid4().hex[:ID_LENGTH], function=GeneratedFunctionCall(name=call.name, arguments=arguments)
     )

@@ -26,9 +26,16 @@ class Usage(ResponseBody):
     """Tokens of prompt and response; a prompt with several choices counts once."""
 
     prompt_tokens: int
+    """Tokens of the prompts."""
+
     completion_tokens: int
+    """Tokens of all choices."""
+
     total_tokens: int
+    """Both."""
+
     prompt_tokens_details: CachedTokens
+    """How many tokens of the prompts were cached."""
 
 
 class Speculation(ResponseBody):
@@ -112,22 +119,22 @@ class CompletionLogprobs(ResponseBody):
     """Number of characters before the token; of the later bytes of a character, before the character."""
 
 
-class FunctionCall(ResponseBody):
+class GeneratedFunctionCall(ResponseBody):
     """Function that is called; ``arguments`` is a JSON object as text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(ResponseBody):
+class GeneratedToolCall(ResponseBody):
     """A call of a tool."""
 
     id: str
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: GeneratedFunctionCall
 
 
-class ToolCallDelta(ToolCall):
+class ToolCallDelta(GeneratedToolCall):
     """A call of a tool in a stream, whole, with its number in the message."""
 
     index: int
@@ -141,7 +148,7 @@ class ChatMessage(ResponseBody):
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[GeneratedToolCall] | None = None
 
     @model_serializer(mode="wrap")
     def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -274,9 +281,16 @@ class ErrorDetail(ResponseBody):
     """Error, and the parameter that it is about."""
 
     message: str
+    """Cause and remedy."""
+
     type: str
+    """Kind of error, in OpenAI's words."""
+
     param: str | None
+    """Field of the request that is wrong; null if none is."""
+
     code: str | None
+    """Short name of the error; null if it has none."""
 
 
 class ErrorResponse(ResponseBody):
