@@ -62,6 +62,6 @@ def _inside_docs(link: re.Match[str], folder: Path, page: str) -> str:
 
     name = path.relative_to(ROOT).as_posix()
     text = link["text"]
-    if text.strip("`") in (name, path.name):
+    if text.strip("`") in (name, path.name, path.stem):
         return f"`{name}`"
     return f"{text} (`{name}`)"

@@ -91,7 +91,7 @@ def test_a_study_is_trained_resumed_measured_and_compared(study, tmp_path, capsy
     runs = [
         yaml.safe_load((out / "runs" / name / "run.yaml").read_text()) for name in ("first-s3", "other-s3")
     ]
-    assert [run["config"]["training"]["learning_rate"] for run in runs][1] == 1.0e-5
+    assert [float(run["config"]["training"]["learning_rate"]) for run in runs][1] == 1.0e-5
     assert all(run["config"]["seed"] == 3 for run in runs)
 
 
