@@ -7,11 +7,15 @@ meaning of a layer id differs:
     SGLang                      output of layer i: SGLang adds 1 to each id
     SGLang, DeepSeek targets    input of layer i, unless the first id is 1: then SGLang adds 1 to each id
 
-All of them capture layers in ascending order, whatever the order of the list.
+All of them capture layers in ascending order, whatever the order of the list. A head of another order
+is written with its columns in ascending order.
 """
 
 import warnings
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from eagle_kit.drafts.eagle3.fused_states_kind import (
     CONVENTION,
@@ -50,6 +54,9 @@ DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types")
 TIED = "tie_word_embeddings"
 HAS_OWN_EMBEDDING = "it takes the target's embedding, and this head has its own"
+READS_CAPTURED = ("fc.weight", "input_norm.weight", "mask_hidden")
+"""Tensors whose columns are those of the captured states side by side, ``[..., L * Ht]``."""
+FC_NORM = "fc_norm.{}.weight"
 SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", *FLAGS)
 
 
@@ -99,6 +106,8 @@ class FusedStatesFormat(DraftFormat):
     ) -> DraftFiles:
         """:meth:`write` for a head of the architecture ``config``."""
         # Refuse a head that the peer would load with another meaning.
+        if len(set(config.aux_layer_ids)) == len(config.aux_layer_ids):
+            config, files = _with_ascending_layers(config, files)
         _check(config, files, peer)
         if peer == "sglang" and config.target_hidden_size == config.hidden_size:
             _check_embedding(config, files, served)
@@ -185,6 +194,25 @@ class FusedStatesFormat(DraftFormat):
         return DraftFiles(ours, tensors, files.metadata, files.where)
 
 
+def _with_ascending_layers(config: Eagle3Config, files: DraftFiles) -> tuple[Eagle3Config, DraftFiles]:
+    """The same head with its captured layers in ascending order, as the peers capture them: what reads the
+    captured states side by side (``[..., L * Ht]``) has its blocks of Ht columns in that order, too."""
+    ids = list(config.aux_layer_ids)
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    if order == list(range(len(ids))):
+        return config, files
+
+    tensors = dict(files.tensors)
+    for name in (name for name in READS_CAPTURED if name in tensors):
+        blocks = tensors[name].chunk(len(ids), -1)
+        tensors[name] = torch.cat([blocks[i] for i in order], -1)
+    if config.fc_norm:
+        for to, i in enumerate(order):
+            tensors[FC_NORM.format(to)] = files.tensors[FC_NORM.format(i)]
+    ordered = replace(config, aux_layer_ids=tuple(ids[i] for i in order))
+    return ordered, replace(files, tensors=tensors)
+
+
 def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
     """Raise UserError for a part of the head that ``peer`` does not have or reads differently."""
     # Captured layers and hidden sizes.
@@ -192,8 +220,8 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
     if ids != sorted(set(ids)):
         refuse(
             peer,
-            f"it reads the layers {ids}, and {peer} captures each once, in ascending order",
-            "Train a head whose head.aux_layer_ids ascend, such as [1, 2, 3].",
+            f"it reads the layers {ids}, and {peer} captures each once",
+            "Train a head whose head.aux_layer_ids differ, such as [1, 2, 3].",
         )
     if EMBEDDING not in files.tensors and config.target_hidden_size != config.hidden_size:
         refuse(peer, "it is narrower or wider than its target and brings no embedding of its own")

@@ -441,9 +441,20 @@ def test_without_the_targets_family_unusual_layers_are_not_guessed_at(tmp_path):
     assert "--target" in error.value.remedy
 
 
-def test_layers_out_of_order_are_refused(tmp_path):
-    source = saved(tmp_path, eagle3(aux_layer_ids=(6, 2, 9)))
+@pytest.mark.parametrize("norms", [{}, {"fc_norm": True}, {"norm_before_fc": True}], ids=str)
+def test_layers_out_of_order_are_written_in_ascending_order(tmp_path, norms):
+    head = eagle3(aux_layer_ids=(6, 2, 9), **norms)
+    export_draft(saved(tmp_path, head), tmp_path / "vllm", format="vllm", dtype=None)
+    written = load_draft(tmp_path / "vllm")
+    assert written.config.aux_layer_ids == (2, 6, 9)
+    low, middle, high = torch.randn(3, 5, head.config.target_hidden_size).unbind()
+    fused = written.fuse(torch.cat((low, middle, high), -1))
+    torch.testing.assert_close(fused, head.fuse(torch.cat((middle, low, high), -1)))
+
+
+def test_a_layer_that_is_read_twice_is_refused(tmp_path):
+    source = saved(tmp_path, eagle3(aux_layer_ids=(6, 2, 6)))
     for peer in PEERS:
-        with pytest.raises(UserError, match="in ascending order") as error:
+        with pytest.raises(UserError, match="captures each once") as error:
             export_draft(source, tmp_path / peer, format=peer)
         assert "head.aux_layer_ids" in error.value.remedy
