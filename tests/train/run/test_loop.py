@@ -88,7 +88,7 @@ def test_best_is_the_checkpoint_with_the_longest_decoded_accept_length(
 
     scripted = iter((12, 19, 15, 17))
 
-    def validated(self: validation.Validator, head: object) -> validation.ValidationResult:
+    def validated(self: validation.Validator, *_: object) -> validation.ValidationResult:
         return validation.ValidationResult({"3,1,4": SpecStats(10, next(scripted))}, {}, 0)
 
     monkeypatch.setattr(validation.Validator, "validate", validated)

@@ -93,7 +93,7 @@ def test_a_signal_is_answered_with_the_validation_that_is_due(
             os.kill(os.getpid(), signal.SIGINT)
         return make_step(self, state)
 
-    def validated(self: validation.Validator, head: object) -> validation.ValidationResult:
+    def validated(self: validation.Validator, *_: object) -> validation.ValidationResult:
         if arrives == "during":
             os.kill(os.getpid(), signal.SIGINT)
         return validation.ValidationResult({"3,1,4": SpecStats(10, 12)}, {}, 0)
