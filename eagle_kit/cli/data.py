@@ -488,10 +488,12 @@ def _regenerate(options: RegenerateFlags) -> int:
         print(f"{count} conversations were left out: {reason}", file=sys.stderr)
     for reason, count in report.shortened.items():
         print(f"{count} conversations were shortened: {reason}", file=sys.stderr)
-    written = f"{report.num_written} written"
+    written = f"{report.num_written} conversations written"
+    if report.num_found:
+        written += f", {report.num_found} were there before"
     if options.draft is not None:
         written += f", accept length {report.stats.accept_length:.2f}"
-    print(f"{options.out}: {report.num_found} conversations found, {written}.")
+    print(f"{options.out}: {written}.")
     return 0
 
 

@@ -1,6 +1,7 @@
 """`eagle-kit import DRAFT --out DIR`: a draft of another project in our layout, bit for bit."""
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -76,5 +77,25 @@ def run(args: argparse.Namespace) -> int:
     facts = Facts(licence=options.license)
     imported = import_draft(draft, options.out, format=format, target=options.target, facts=facts)
     print(f"{options.source}: {imported.kind.name} head, {imported.maker}")
-    print(f"{options.out}: check it with eagle-kit validate {options.out} --target TARGET")
+    print(f"{options.out}: check it with {check_command(options.out, options.target)}")
     return 0
+
+
+def check_command(draft: Path, target: str | None) -> str:
+    """A command that checks an imported draft. It has ``--target`` unless the draft names a known target.
+
+    Args:
+        draft: folder of the draft.
+        target: ``--target`` of the import; None where it was left out.
+    """
+    from eagle_kit.drafts.files.draft import DraftFolder
+    from eagle_kit.drafts.files.named_target import named_by
+
+    words = ["eagle-kit", "validate", str(draft)]
+    if target is not None:
+        return shlex.join([*words, "--target", target])
+    try:
+        names_target = named_by(DraftFolder.as_published(draft)) is not None
+    except UserError:
+        names_target = False
+    return shlex.join(words if names_target else [*words, "--target", "TARGET"])

@@ -35,7 +35,13 @@ from eagle_kit.data.chat.held_out import Candidate, choose_held_out
 from eagle_kit.data.chat.hub_sets import DataSet
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.packing import PackedRow, join, pack
-from eagle_kit.data.chat.records import SkipLog, package_file_size, read_records, reasons_of
+from eagle_kit.data.chat.records import (
+    SkipLog,
+    estimated_records,
+    package_file_size,
+    read_records,
+    reasons_of,
+)
 from eagle_kit.data.chat.renderer import ChatRenderer, TokenizedChat
 from eagle_kit.data.chat.row_files import RowFiles, read_integers, token_blocks
 from eagle_kit.data.chat.variants import draw_kwargs
@@ -577,19 +583,41 @@ def _read_all(
     documents = _Documents(rows, skipped)
     with Tokenizing(renderer, excluded, settings.max_length, settings.num_workers) as tokenizing:
         for part, source in enumerate(settings.sources):
-            limit = source.limit or settings.limit
-            most_records = limit * len(source.files) if limit else None
-            bar = tqdm(
-                _labelled(settings, source, skipped),
-                total=most_records,
+            with tqdm(
+                total=_num_records(source, source.limit or settings.limit),
                 desc="tokenising",
                 unit="conv",
                 disable=not progress,
                 dynamic_ncols=True,
-            )
-            for tokenized in tokenizing.run(bar):
-                documents.add(tokenized, source, part)
+            ) as bar:
+                records = _counted(_labelled(settings, source, skipped), bar)
+                for tokenized in tokenizing.run(records):
+                    documents.add(tokenized, source, part)
+
+                # The total was an estimate.
+                bar.total = bar.n
+                bar.refresh()
     return documents
+
+
+def _counted(records: Iterator[tuple[str, Record]], bar: Any) -> Iterator[tuple[str, Record]]:
+    """The same records; each advances the bar when it is read."""
+    for record in records:
+        bar.update()
+        yield record
+
+
+def _num_records(source: SourceConfig, limit: int | None) -> int | None:
+    """About how many records of a source are read; None where no limit and no size is known."""
+    total = 0
+    for file in source.files:
+        count = estimated_records(file)
+        if count is None:
+            count = limit
+        if count is None:
+            return None
+        total += min(count, limit) if limit else count
+    return total
 
 
 def _finish(

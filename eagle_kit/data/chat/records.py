@@ -23,6 +23,8 @@ from eagle_kit.data.chat.hub_sets import preset, read_data_set, without_null
 from eagle_kit.data.chat.messages import Unusable
 
 READ_SIZE = 1 << 20
+SAMPLE_SIZE = 4 << 20
+"""Bytes from which the number of records of a file is estimated."""
 BROKEN_LINE = "Repair or remove that line, or let data.max_broken_lines of them be skipped in training."
 LONGEST_WORD = 12
 """Characters that the decoder must see together (``false``, an escaped surrogate pair). An error nearer to
@@ -173,6 +175,55 @@ def check_source(source: str) -> None:
         preset(source.removeprefix("preset:"))
     elif not source.startswith("datasets:"):
         _reader_of(expand(source))
+
+
+def estimated_records(source: str) -> int | None:
+    """Number of records of a source, for a progress bar.
+
+    It is estimated from the first :data:`SAMPLE_SIZE` bytes. None for a compressed file, a Parquet file, a
+    data set and a file that cannot be read.
+    """
+    if source.startswith("preset:"):
+        source = preset(source.removeprefix("preset:")).source
+    if source.startswith("datasets:"):
+        return None
+    try:
+        if source.startswith("package:"):
+            with _package_path(source.removeprefix("package:")) as path:
+                return _estimated_in_file(path)
+        return _estimated_in_file(expand(source))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _estimated_in_file(path: Path) -> int | None:
+    """See :func:`estimated_records`. Raises OSError, or ValueError for a file that is not JSON."""
+    if path.suffix not in (".json", ".jsonl"):
+        return None
+    with path.open("rb") as file:
+        sample = file.read(SAMPLE_SIZE)
+
+    # Whole records of the sample, and their bytes.
+    if path.suffix == ".jsonl":
+        num_bytes = sample.rfind(b"\n") + 1
+        count = sample.count(b"\n")
+    else:
+        text = sample.decode("utf-8", errors="ignore")
+        place = text.index("[") + 1
+        decoder = json.JSONDecoder()
+        count = 0
+        while True:
+            found = BETWEEN.match(text, place)
+            assert found is not None
+            try:
+                _, place = decoder.raw_decode(text, found.end())
+            except json.JSONDecodeError:
+                break
+            count += 1
+        num_bytes = len(text[:place].encode())
+    if not count:
+        return None
+    return round(count * path.stat().st_size / num_bytes)
 
 
 def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:

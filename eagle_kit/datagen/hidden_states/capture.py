@@ -92,6 +92,12 @@ class CaptureOptions:
         words += more
         return shlex.join(words)
 
+    @property
+    def training_command(self) -> str:
+        """Command line of a training from the store, which has the settings of the capture."""
+        config, *overrides = self.arguments or ("CONFIG",)
+        return shlex.join(["eagle-kit", "train", config, *overrides, f"data.store={self.out}"])
+
 
 @dataclass(frozen=True)
 class OtherEngine:
@@ -469,7 +475,7 @@ def _conclude(store: StateStore, options: CaptureOptions, interrupted: bool, pro
     if process.is_main_process:
         if options.verify:
             verify(store)
-        print(f"{summary(store)}\nTrain from it with: eagle-kit train CONFIG data.store={store.folder}")
+        print(f"{summary(store)}\nTrain from it with: {options.training_command}")
     return 0
 
 

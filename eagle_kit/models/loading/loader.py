@@ -43,6 +43,8 @@ EXACT_SUFFIXES = ("e_score_correction_bias",)
 """Suffixes of parameters that stay fp32, because rounded ones would choose other experts."""
 LAYER_NAME = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers)\.\d+\.")
 """Tensors of decoder layers."""
+SHOW_AFTER_S = 3.0
+"""Seconds of loading after which a terminal gets a progress bar."""
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
@@ -336,23 +338,32 @@ def fill(
         dtype: dtype of the parameters, but for those of :func:`stays_exact`.
         device: device of the parameters.
     """
-    for name, parameter in list(model.named_parameters()):
-        if not parameter.is_meta:
-            continue
+    from tqdm import tqdm
 
-        # Stack the published tensors.
-        parameter_dtype = dtype
-        if stays_exact(model, name):
-            parameter_dtype = torch.float32
-        pieces = [take(published, part.name, parameter_dtype, layout).to(device) for part in parts[name]]
-        value = pieces[0]
-        if len(pieces) > 1:
-            value = torch.cat(pieces)
-        value = value.view(parameter.shape)
+    missing = [(name, parameter) for name, parameter in model.named_parameters() if parameter.is_meta]
+    with tqdm(
+        missing,
+        desc="loading weights",
+        unit="tensor",
+        delay=SHOW_AFTER_S,
+        leave=False,
+        dynamic_ncols=True,
+        disable=None,  # without a terminal
+    ) as bar:
+        for name, parameter in bar:
+            # Stack the published tensors.
+            parameter_dtype = dtype
+            if stays_exact(model, name):
+                parameter_dtype = torch.float32
+            pieces = [take(published, part.name, parameter_dtype, layout).to(device) for part in parts[name]]
+            value = pieces[0]
+            if len(pieces) > 1:
+                value = torch.cat(pieces)
+            value = value.view(parameter.shape)
 
-        # Assign the parameter in its module.
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, parameter.requires_grad))
+            # Assign the parameter in its module.
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, parameter.requires_grad))
 
 
 def stays_exact(model: torch.nn.Module, name: str) -> bool:

@@ -117,6 +117,14 @@ def resolve_model(name: str | Path, role: str) -> Path:
             raise UserError(
                 f"The {role} {name} has no config.json, but GGUF files.", f"Name one: {gguf_files[0]}"
             )
+
+        # The folder of a training: its best draft, else the last one.
+        drafts = [place.parent for place in folder.glob("*/config.json")]
+        if (folder / "run.yaml").is_file() and drafts:
+            drafts.sort(key=lambda draft: (draft.name == "best", len(draft.name), draft.name))
+            raise UserError(
+                f"The {role} {name} is the folder of a run.", f"Name a draft of the run: {drafts[-1]}"
+            )
         raise UserError(f"The {role} {name} has no config.json.", "Give a Hugging Face model.")
     return folder
 
@@ -366,7 +374,8 @@ def _convert(source: Path, folder: Path, wanted: dict[str, Any], name: str) -> P
             if _is_converted(folder, wanted):
                 return folder
             print(
-                f"Converting {name} from {source.name} to safetensors in {folder} (once)",
+                f"Converting {name} from {source.name} to safetensors in {folder} (once). Reading a large "
+                "vocabulary takes a minute or more.",
                 file=sys.stderr,
                 flush=True,
             )

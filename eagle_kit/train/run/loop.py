@@ -381,9 +381,8 @@ class Trainer:
         whole = self.stepper.strategy.whole_head()
         target = self.components.target
         with reserved_again(self.accelerator.device):
-            mine = self.validator.validate(
-                on_device(whole, target.embed_tokens.weight.device, target.lm_head)
-            )
+            head = on_device(whole, target.embed_tokens.weight.device, target.lm_head)
+            mine = self.validator.validate(head, line.validating)
 
         # Sum over the processes. Processes that share the target have all decoded the same prompts.
         if self.components.cut is not None:

@@ -40,7 +40,7 @@ class ProgressLine:
 
     It shows loss, matches, simulated accept length (of all rows, and of the first groups of documents),
     tokens per second and the time that is left. A terminal redraws it; a log file gets it at most every 30
-    seconds.
+    seconds, and where a validation begins.
 
     Args:
         total: step at which the session stops.
@@ -58,13 +58,16 @@ class ProgressLine:
         self._started = time.perf_counter()
         self._loss = MovingAverage()
         self._lengths: defaultdict[str, MovingAverage] = defaultdict(MovingAverage)
+        self._figures = ""
+        self._interval = 0.5 if sys.stderr.isatty() else 30.0
+        self._response_shown = 0.0
         self._bar = tqdm(
             total=total,
             initial=done,
             unit="step",
             disable=not enabled,
             dynamic_ncols=True,
-            mininterval=0.5 if sys.stderr.isatty() else 30.0,
+            mininterval=self._interval,
             bar_format="step {n_fmt}/{total_fmt} |{bar:8}|{postfix}",
         )
 
@@ -92,12 +95,24 @@ class ProgressLine:
             by_group = ", ".join(f"{name} {length.mean:.2f}" for name, length in shown)
             accept += f" ({by_group})"
         left = format_seconds(self._seconds_left(step))
-        self._bar.set_postfix_str(
+        self._figures = (
             f"loss {self._loss.mean:.3f} match {shares} % accept {accept} "
-            f"{result.tokens_per_s:.0f} tok/s left {left}",
-            refresh=False,
+            f"{result.tokens_per_s:.0f} tok/s left {left}"
         )
+        self._bar.set_postfix_str(self._figures, refresh=False)
         self._bar.update(step - self._bar.n)
+
+    def validating(self, num_responses: int, total: int) -> None:
+        """Show how many responses of a validation are decoded, behind the figures of the last step."""
+        if self._bar.disable:
+            return
+        is_last = num_responses == total
+        now = time.perf_counter()
+        if num_responses and not is_last and now - self._response_shown < self._interval:
+            return
+        self._response_shown = now
+        note = "" if is_last else f", validating: response {num_responses + 1}/{total}"
+        self._bar.set_postfix_str(self._figures + note)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,8 +124,16 @@ class Validator:
         context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
         self._engine_config = EngineConfig(max_batch_size=config.batch_size, max_context=context)
 
-    def validate(self, head: DraftHead) -> ValidationResult:
-        """Decode the prompts with ``head`` in every shape; the head is not changed."""
+    def validate(
+        self, head: DraftHead, on_response: Callable[[int, int], None] | None = None
+    ) -> ValidationResult:
+        """Decode the prompts with ``head`` in every shape; the head is not changed.
+
+        Args:
+            head: the draft head.
+            on_response: called with the number of decoded responses and the number of all, before the first
+                response and behind each.
+        """
         shapes = {name: SpecShape.parse(name) for name in self.config.shapes}
         chains = {name: shape for name, shape in shapes.items() if shape.topk == 1}
         decoded = {name: SpecStats() for name in shapes}
@@ -134,18 +142,32 @@ class Validator:
         if not self.prompts:
             return ValidationResult(decoded, simulated, 0)
 
+        # Count the responses that are decoded.
+        num_passes = len(shapes) + (self.responses is None)
+        total = num_passes * len(self.prompts)
+        num_done = 0
+
+        def count(*_: object) -> None:
+            nonlocal num_done
+            num_done += 1
+            if on_response is not None:
+                on_response(num_done, total)
+
+        if on_response is not None:
+            on_response(0, total)
+
         # Plain greedy responses, once for all validations.
         llm = LLM(self.target, head, self._engine_config)
         assert llm.head is not None
         if self.responses is None:
-            self.responses = self._decode_plainly(llm)
+            self.responses = self._decode_plainly(llm, count)
         responses = self.responses
 
         # Decode in every shape.
         different = set()
         sampling = SamplingParams(max_tokens=self.config.max_tokens)
         for name, shape in shapes.items():
-            outputs = llm.generate(self.prompts, sampling, shape=shape)
+            outputs = llm.generate(self.prompts, sampling, shape=shape, on_finish=count)
             for i, output in enumerate(outputs):
                 decoded[name].add(output.stats)
                 if name == self.config.shapes[0]:
@@ -169,10 +191,10 @@ class Validator:
         num_sayable = int(head.t2d[tokens].sum()) if len(tokens) else 0
         return ValidationResult(decoded, simulated, len(different), len(tokens), num_sayable, by_category)
 
-    def _decode_plainly(self, llm: LLM) -> list[list[int]]:
+    def _decode_plainly(self, llm: LLM, on_finish: Callable[..., None]) -> list[list[int]]:
         """Greedy responses of the target without speculation."""
         sampling = SamplingParams(max_tokens=self.config.max_tokens)
-        outputs = llm.generate(self.prompts, sampling, shape="none")
+        outputs = llm.generate(self.prompts, sampling, shape="none", on_finish=on_finish)
         return [output.token_ids for output in outputs]
 
 

@@ -68,6 +68,16 @@ def texts(data: PreparedData, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(data.row(i).ids.tolist()) for i in range(len(data))]
 
 
+def test_the_bar_of_tokenising_has_an_end_without_a_limit(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "chats.jsonl", [talk(f"Question {i}?") for i in range(12)])
+    settings = replace(Settings(source), cache_dir=str(tmp_path))
+    prepare_dataset(settings, tokenizer, 20)
+    bars = capsys.readouterr().err.split("\r")
+    assert "0/12" in bars[1] and "12/12" in bars[-1]
+
+
 def test_rows_hold_every_conversation_once_with_its_mask(tmp_path: Path, tokenizer: Any) -> None:
     source = write(
         tmp_path / "chats.jsonl", [talk(f"Question {i:02d}?", f"Response {i:02d}.") for i in range(30)]

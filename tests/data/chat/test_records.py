@@ -14,7 +14,7 @@ from eagle_kit.data.chat import records
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.hub_sets import PRESETS, DataSet
 from eagle_kit.data.chat.messages import Unusable
-from eagle_kit.data.chat.records import SkipLog, read_conversations
+from eagle_kit.data.chat.records import SkipLog, estimated_records, read_conversations
 
 SHAREGPT = {"id": "a", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]}
 MESSAGES = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]}
@@ -155,6 +155,25 @@ def test_limit_counts_usable_conversations(tmp_path: Path) -> None:
     path = write(tmp_path / "chats.jsonl", [{"text": "?"}, MESSAGES, SHAREGPT, COMPLETION])
     found, skipped = read(path, limit=2)
     assert len(found) == 2 and len(skipped.rows) == 1
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize("sample_size", [300, 1 << 20])
+def test_the_number_of_records_of_a_file_is_estimated_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, sample_size: int
+) -> None:
+    monkeypatch.setattr(records, "SAMPLE_SIZE", sample_size)
+    path = write(tmp_path / f"chats{suffix}", [COMPLETION] * 401)
+    assert estimated_records(str(path)) == pytest.approx(401, rel=0.05)
+
+
+@pytest.mark.parametrize("source", ["datasets:org/chats", "nothing.jsonl", "chats.jsonl.gz", "broken.json"])
+def test_the_number_of_records_of_other_sources_is_not_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{}")
+    assert estimated_records(source) is None
 
 
 @pytest.mark.parametrize("read_size", [1, 7, 1 << 20])

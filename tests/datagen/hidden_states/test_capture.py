@@ -1,6 +1,7 @@
 """`eagle-kit data capture`, and training from what it leaves: to the bit, anywhere, or refused by name."""
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -168,7 +169,12 @@ def test_a_run_cannot_go_on_with_states_of_another_format(
 ) -> None:
     run, lossy = make_run(), Store(make_run(), "lossy")
     assert lossy.capture("training.state_format=fp8") == 0
-    assert run("--max-steps", "2", f"data.store={lossy.path}") == 0
+
+    # The command that the capture prints is a training from this store.
+    printed = capsys.readouterr().out.split("eagle-kit train ")[1]
+    config, *overrides = shlex.split(printed)
+    assert Path(config).is_file() and overrides == ["training.state_format=fp8", f"data.store={lossy.path}"]
+    assert run("--max-steps", "2", overrides[-1]) == 0
     assert run("--resume", "--max-steps", "4") == 2
     assert "learned from states in the format fp8, and these are computed" in capsys.readouterr().err
     assert run("--resume", "--max-steps", "4", f"data.store={lossy.path}") == 0

@@ -10,10 +10,13 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from tiny import tiny_head, tiny_target
+from tiny_run import make_target
 
 from eagle_kit.cli import app
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.drafts.files.export import Facts, export_draft
+from eagle_kit.models.loading.loader import read_target_config
 
 RUN = {"accept_length": {"3,1,4": 1.5}, "data": {"source": "chats.jsonl", "vocab_coverage": 0.975}}
 
@@ -87,6 +90,20 @@ def test_out_and_in_on_the_command_line(tmp_path, draft, capsys):
     assert all(torch.equal(a[name], b[name]) for name in a) and a.keys() == b.keys()
     assert json.loads((draft / "config.json").read_text()) == json.loads((back / "config.json").read_text())
     assert "was imported" not in card(back)
+
+
+@pytest.mark.parametrize("name", ["", "target"])
+def test_the_printed_check_asks_for_a_target_only_where_the_draft_names_none(
+    tmp_path, monkeypatch, name, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    config = read_target_config(make_target(tmp_path / "target"))
+    head = Eagle3Head(replace(Eagle3Config.for_target(config, config.vocab_size), aux_layer_ids=(0, 1, 2)))
+    head.config = replace(head.config, target=name)
+    save_draft(head, tmp_path / "ours", metadata={})
+    export_draft(tmp_path / "ours", tmp_path / "vllm", format="vllm")
+    assert app.main(["import", "vllm", "--out", "back"]) == 0
+    assert ("--target TARGET" in capsys.readouterr().out) == (not name)
 
 
 def test_a_mistake_on_the_command_line_is_two_lines_and_exit_code_2(tmp_path, draft, capsys):

@@ -1,7 +1,10 @@
 """Loading a target: sharded or not, with every tensor checked and errors named."""
 
+import io
 import json
 import os
+import sys
+import time
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.models.loading import loader
 from eagle_kit.models.loading.loader import load_target, read_target_config, target_fingerprint
+from eagle_kit.models.loading.published import take
 
 SIZES = {
     "vocab_size": 97,
@@ -50,6 +55,23 @@ def test_a_loaded_target_is_frozen_and_in_the_asked_type(folder):
     assert not model.training
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_load_that_takes_long_shows_a_bar_on_a_terminal(folder, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    load_target(folder)
+    assert terminal.getvalue() == ""
+
+    def take_slowly(*given):
+        time.sleep(0.02)
+        return take(*given)
+
+    monkeypatch.setattr(loader, "take", take_slowly)
+    monkeypatch.setattr(loader, "SHOW_AFTER_S", 0.01)
+    load_target(folder)
+    assert "loading" in terminal.getvalue()
 
 
 def test_projections_are_fused_in_their_order(folder):

@@ -35,6 +35,18 @@ def test_a_folder_without_config_is_refused(tmp_path):
         resolve_target(tmp_path)
 
 
+def test_of_the_folder_of_a_run_a_draft_is_named(tmp_path):
+    (tmp_path / "run.yaml").touch()
+    for name in ("step-8", "step-10", "best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="folder of a run.*/best"):
+        resolve_target(tmp_path)
+    shutil.rmtree(tmp_path / "best")
+    with pytest.raises(UserError, match="folder of a run.*/step-10"):
+        resolve_target(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["", "no-such-model", "./nowhere/model", "/nowhere/model", "a/b/c/d"])
 def test_a_name_that_is_nothing_is_refused_without_the_network(name, monkeypatch):
     monkeypatch.setattr(source, "_download", lambda *given: pytest.fail("asked the hub"))

@@ -88,7 +88,7 @@ def test_best_is_the_checkpoint_with_the_longest_decoded_accept_length(
 
     scripted = iter((12, 19, 15, 17))
 
-    def validated(self: validation.Validator, head: object) -> validation.ValidationResult:
+    def validated(self: validation.Validator, *_: object) -> validation.ValidationResult:
         return validation.ValidationResult({"3,1,4": SpecStats(10, next(scripted))}, {}, 0)
 
     monkeypatch.setattr(validation.Validator, "validate", validated)
@@ -113,7 +113,7 @@ def test_patience_ends_the_run_after_worse_validations_in_a_row(
     monkeypatch.setattr(
         validation.Validator,
         "validate",
-        lambda self, head: validation.ValidationResult({"3,1,4": SpecStats(10, next(scripted))}, {}, 0),
+        lambda *_: validation.ValidationResult({"3,1,4": SpecStats(10, next(scripted))}, {}, 0),
     )
     run = make_run(validation={"every": 1, "patience": 2})
     assert run("--max-steps", "3") == 0

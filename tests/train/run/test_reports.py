@@ -94,9 +94,9 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
     validators: list[Validator] = []
     validate = Validator.validate
 
-    def validate_and_note(self: Validator, head: Any) -> ValidationResult:
+    def validate_and_note(self: Validator, *given: Any) -> ValidationResult:
         validators.append(self)
-        return validate(self, head)
+        return validate(self, *given)
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
@@ -427,6 +427,19 @@ def test_the_progress_line_smooths_and_says_what_is_left(
         assert "step 8/10" in shown
         # (0.95 * 2 + 4) / 1.95: the first value weighs no more than its share.
         assert f"loss 3.026 match 50 25 % accept 1.75 (a 3.03, b 1.00) 321 tok/s left {left}" in shown
+
+
+def test_the_progress_line_says_that_a_validation_decodes(capsys: pytest.CaptureFixture[str]) -> None:
+    result: Any = SimpleNamespace(
+        loss=2.0, simulated_of={}, match_per_step=[0.5], simulated_accept_length=1.5, tokens_per_s=321.0
+    )
+    with progress.ProgressLine(10, 6) as line:
+        line.update(7, result)
+        line.validating(0, 4)
+        shown = capsys.readouterr().err.split("\r")[-1]
+        assert "step 7/10" in shown and "321 tok/s" in shown and "validating" in shown and "1/4" in shown
+        line.validating(4, 4)
+        assert "validating" not in capsys.readouterr().err.split("\r")[-1]
 
 
 def test_runs_are_compared_by_label_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -93,7 +93,7 @@ def test_a_signal_is_answered_with_the_validation_that_is_due(
             os.kill(os.getpid(), signal.SIGINT)
         return make_step(self, state)
 
-    def validated(self: validation.Validator, head: object) -> validation.ValidationResult:
+    def validated(self: validation.Validator, *_: object) -> validation.ValidationResult:
         if arrives == "during":
             os.kill(os.getpid(), signal.SIGINT)
         return validation.ValidationResult({"3,1,4": SpecStats(10, 12)}, {}, 0)
@@ -165,10 +165,10 @@ def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Calla
         "from eagle_kit.core.errors import UserError\n"
         "from eagle_kit.train.__main__ import main\n"
         "from eagle_kit.train.run import validation\n"
-        "def refuse(self, head):\n"
+        "def refuse(*_):\n"
         "    raise UserError('No validation here.', 'Call one.')\n"
         "if os.environ['RANK'] == '1':\n"
-        "    validation.Validator.validation = refuse\n"
+        "    validation.Validator.validate = refuse\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     (run.folder / "watched.py").write_text(script)

@@ -108,6 +108,18 @@ def test_plain_responses_are_decoded_once(
     )
 
 
+def test_a_validation_says_how_many_of_its_responses_are_decoded(
+    target: LlamaModel, trained_head: Eagle3Head
+) -> None:
+    """Three prompts, plainly at first, and in two shapes."""
+    config = ValidationConfig(max_tokens=6, shapes=("3,1,4", "3,2,6"))
+    validator = Validator(target, prompts(3, seed=3), config)
+    for total in (9, 6):
+        counts: list[tuple[int, int]] = []
+        validator.validate(trained_head, lambda done, of, counts=counts: counts.append((done, of)))
+        assert counts == [(done, total) for done in range(total + 1)]
+
+
 def test_match_table_equals_a_first_verify_at_every_row(target: LlamaModel, trained_head: Eagle3Head) -> None:
     """A response cut to one verify, started at every row, accepts as far as the row of the table says."""
     prompt = prompts(1, seed=1)[0]
