@@ -286,7 +286,7 @@ def test_twenty_steps_have_the_losses_and_gradient_norms_of_the_golden_file(
 
 
 def test_every_kind_that_can_be_trained_has_a_golden_curve() -> None:
-    """A new kind has an entry in RECIPES; docs/how-to/test-an-algorithm.md has the command for its curve."""
+    """A new kind has an entry in RECIPES; docs/how-to/add-an-algorithm.md has the command for its curve."""
     trainable = {name for kind in head_kinds() for name in kind.trained_as}
     assert trainable == {recipe.head.get("kind", "eagle3") for recipe in RECIPES.values()}
     assert {path.stem for path in GOLDEN.iterdir()} == set(RECIPES)

@@ -57,11 +57,6 @@ STATED = {
         f"temperature 1, {params.DEFAULT_COMPLETION_TOKENS} tokens for completions",
         f"at most 2^{params.MAX_REQUEST_LOGPROBS.bit_length() - 1} log-probabilities",
     ],
-    "separate-clients": [
-        f"a text of 1 to {MAX_SALT_CHARS} characters",
-        f"The server keeps {compiler.NUM_COMPILED}.",
-        f"pages of `--page-size` tokens ({ENGINE.page_size})",
-    ],
     "serve-a-model": [
         f"responses decoded together ({ENGINE.max_batch_size})",
         f"responses that may wait ({SERVER.max_queued})",
@@ -73,7 +68,10 @@ STATED = {
         f"the limit is {START_TIMEOUT.total_seconds():,.0f} seconds",
         f"after {STUCK_S:g} seconds, and ends {NOTIFY_S:g} later",
     ],
-    "share-a-server-fairly": [
+    "share-a-server": [
+        f"a text of 1 to {MAX_SALT_CHARS} characters",
+        f"The server keeps {compiler.NUM_COMPILED}.",
+        f"pages of `--page-size` tokens ({ENGINE.page_size})",
         f"`--max-running-requests` ({ENGINE.max_batch_size}) responses",
         f"`--max-queued-requests` ({SERVER.max_queued}) more",
         f"a turn of {scheduler.QUANTUM_TOKENS} tokens",
