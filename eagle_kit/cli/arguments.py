@@ -41,7 +41,7 @@ class TargetFlag(Options):
     """``--target``; see :func:`chosen_target`."""
 
     target: str | None = None
-    """Folder, hub id or known name; default the draft's own, else smollm2-135m-instruct."""
+    """Folder, .gguf file, hub id or known name; default the draft's own, else smollm2-135m-instruct."""
 
 
 class DraftFlag(Options):

@@ -28,7 +28,7 @@ class ExportOptions(Options):
     """Dtype of the weights."""
 
     target: str | None = None
-    """Folder, hub id or known name; default the one that the draft was trained for."""
+    """Folder, .gguf file, hub id or known name; default the one that the draft was trained for."""
 
     eval: Annotated[Path | None, Flag(metavar="DIR")] = None
     """Results of an eagle-kit eval whose figures go into the card."""

@@ -26,7 +26,7 @@ class ImportOptions(Options):
     """Layout of DRAFT, where it cannot be recognised by its files."""
 
     target: str | None = None
-    """Folder, hub id or known name; for drafts that do not say which layers they read."""
+    """Folder, .gguf file, hub id or known name; for drafts that do not say which layers they read."""
 
     license: Annotated[str, Flag(metavar="ID")] = ""
     """Licence of the card, such as apache-2.0."""

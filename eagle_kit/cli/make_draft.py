@@ -63,7 +63,7 @@ class MakeDraftOptions(TrackingFlag):
     """Options of ``make-draft``."""
 
     target: Annotated[str, Flag(metavar="TARGET", is_positional=True)]
-    """Folder, hub id or known name."""
+    """Folder, .gguf file, hub id or known name."""
 
     budget: Annotated[str, Flag(metavar="TIME")]
     """Time of all stages together, such as 30m or 12h."""

@@ -95,7 +95,8 @@ class ServeFlags(Options):
     """Options of ``serve`` beside those of the server and of its engine."""
 
     model: Annotated[str, Flag(metavar="DRAFT_OR_TARGET", is_positional=True)]
-    """Draft, which names its target, or a target; each a folder, a hub id or a known name."""
+    """Draft, which names its target, or a target; each a folder, a hub id or a known name;
+    a target also a .gguf file."""
 
     target: str | None = None
     """Target of the draft, if not its own."""
@@ -205,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
             engine = llm.engine()
             introduce(flags, model, llm, server_config.warm_up)
             app = create_app(llm, engine, server_config)
-            say(f"responses    {app.state.service.response_forms}")
+            say(f"responses  {app.state.service.response_forms}")
             app.state.service.engine.on_stuck = partial(leave, llm)
             llm.on_lost(app.state.service.engine.fail)
             return run_forever(app, sock)

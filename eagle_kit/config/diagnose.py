@@ -13,10 +13,10 @@ class DiagnoseConfig(Options):
     """Prompts to replay: the name of a task, or a JSONL file as for eval."""
 
     limit: int = Field(default=24, ge=8)
-    """Prompts, drawn evenly over their categories."""
+    """Prompts, drawn evenly over their categories; at least 8."""
 
     max_tokens: int = Field(default=64, ge=8)
-    """Most tokens per response."""
+    """Most tokens per response, at least 8; too few tokens in all are refused."""
 
     context: int = Field(default=1024, ge=0)
     """Tokens of the long texts on which acceptance is read by position; 0 leaves them out."""
