@@ -122,6 +122,11 @@ def test_pages_keep_their_length() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= README_LONGEST
 
 
+def test_no_output_is_left_to_be_filled_in() -> None:
+    pages = [page for page in all_pages() if re.search(r"^OUTPUT-", page.read_text("utf-8"), re.MULTILINE)]
+    assert pages == []
+
+
 def test_pages_of_every_kind_are_there() -> None:
     for folder in LONGEST:
         assert list((ROOT / folder).glob("*.md")), folder

@@ -169,8 +169,8 @@ def report(
     ]
     if is_given and test.seconds > 1.2 * test.plain_seconds:
         lines.append(
-            "note: these responses are slower with speculation than without; --shape auto chooses a shape, or plain "
-            "decoding, by measurements."
+            "note: these responses are slower with speculation than without; --shape auto chooses a shape, "
+            "or plain decoding, by measurements."
         )
     return lines + doubts(test, exact=exact, low_causes=low_causes)
 
