@@ -12,6 +12,7 @@ is written with its columns in ascending order.
 """
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -48,13 +49,16 @@ from eagle_kit.drafts.files.formats import (
 )
 from eagle_kit.drafts.files.vocab import map_fingerprint
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.loading.fp8_layout import read_fp8_layout
+from eagle_kit.models.loading.loader import check_tensors
 
 MODELOPT_KEYS = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types")
 TIED = "tie_word_embeddings"
 HAS_OWN_EMBEDDING = "it takes the target's embedding, and this head has its own"
-READS_CAPTURED = ("fc.weight", "input_norm.weight", "mask_hidden")
+FC = "fc.weight"
+READS_CAPTURED = (FC, "input_norm.weight", "mask_hidden")
 """Tensors whose columns are those of the captured states side by side, ``[..., L * Ht]``."""
 FC_NORM = "fc_norm.{}.weight"
 SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", *FLAGS)
@@ -107,7 +111,7 @@ class FusedStatesFormat(DraftFormat):
         """:meth:`write` for a head of the architecture ``config``."""
         # Refuse a head that the peer would load with another meaning.
         if len(set(config.aux_layer_ids)) == len(config.aux_layer_ids):
-            config, files = _with_ascending_layers(config, files)
+            config, files = _with_ascending_layers(config, files, peer)
         _check(config, files, peer)
         if peer == "sglang" and config.target_hidden_size == config.hidden_size:
             _check_embedding(config, files, served)
@@ -194,23 +198,58 @@ class FusedStatesFormat(DraftFormat):
         return DraftFiles(ours, tensors, files.metadata, files.where)
 
 
-def _with_ascending_layers(config: Eagle3Config, files: DraftFiles) -> tuple[Eagle3Config, DraftFiles]:
+def _with_ascending_layers(
+    config: Eagle3Config, files: DraftFiles, peer: Format
+) -> tuple[Eagle3Config, DraftFiles]:
     """The same head with its captured layers in ascending order, as the peers capture them: what reads the
-    captured states side by side (``[..., L * Ht]``) has its blocks of Ht columns in that order, too."""
+    captured states side by side (``[..., L * Ht]``) has its blocks of Ht columns in that order, too.
+
+    Raises:
+        UserError: a tensor is missing or has other columns, or an fp8 scale is of columns of two layers.
+    """
     ids = list(config.aux_layer_ids)
     order = sorted(range(len(ids)), key=ids.__getitem__)
     if order == list(range(len(ids))):
         return config, files
 
+    # Tensors whose columns are in blocks, and how wide the blocks are.
+    size = config.target_hidden_size
+    widths = {name: size for name in READS_CAPTURED if name in files.tensors}
+    _check_widths(config, files, widths)
+    layout = read_fp8_layout(files.config, files.where)
+    if layout is not None and layout.block is not None and f"{FC}{layout.suffix}" in files.tensors:
+        columns = layout.block[1]
+        if columns < size * len(ids):  # one scale of all columns stays
+            if size % columns:
+                refuse(
+                    peer,
+                    f"it reads the layers {ids}, and scales of {FC} in fp8 are of two layers at once",
+                    "Give --dtype bfloat16.",
+                )
+            widths[f"{FC}{layout.suffix}"] = size // columns
+
     tensors = dict(files.tensors)
-    for name in (name for name in READS_CAPTURED if name in tensors):
-        blocks = tensors[name].chunk(len(ids), -1)
+    for name, width in widths.items():
+        blocks = tensors[name].split(width, -1)
         tensors[name] = torch.cat([blocks[i] for i in order], -1)
     if config.fc_norm:
         for to, i in enumerate(order):
             tensors[FC_NORM.format(to)] = files.tensors[FC_NORM.format(i)]
     ordered = replace(config, aux_layer_ids=tuple(ids[i] for i in order))
     return ordered, replace(files, tensors=tensors)
+
+
+def _check_widths(config: Eagle3Config, files: DraftFiles, names: Iterable[str]) -> None:
+    """Raise UserError if the tensors ``names`` do not read the captured states, or a norm is missing."""
+    width = config.target_hidden_size * len(config.aux_layer_ids)
+    found = {name: files.tensors[name] for name in (FC, *names) if name in files.tensors}
+    expected = {name: (*tensor.shape[:-1], width) for name, tensor in found.items()}
+    expected.setdefault(FC, (config.hidden_size, width))
+    if config.fc_norm:
+        norms = [FC_NORM.format(i) for i in range(len(config.aux_layer_ids))]
+        found |= {name: files.tensors[name] for name in norms if name in files.tensors}
+        expected |= dict.fromkeys(norms, (config.target_hidden_size,))
+    check_tensors(found, expected, files.where)
 
 
 def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:

@@ -452,6 +452,54 @@ def test_layers_out_of_order_are_written_in_ascending_order(tmp_path, norms):
     torch.testing.assert_close(fused, head.fuse(torch.cat((middle, low, high), -1)))
 
 
+def in_fp8(folder: Path, columns: int) -> Path:
+    """The draft with fc in fp8, whose scales are of 16 rows and so many columns."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    rows, width = tensors["fc.weight"].shape
+    scales = torch.rand(rows // 16, -(-width // columns)) + 0.1
+    spread = scales.repeat_interleave(16, 0).repeat_interleave(columns, 1)[:, :width]
+    tensors["fc.weight"] = (tensors["fc.weight"] / spread).to(torch.float8_e4m3fn)
+    save_file({**tensors, "fc.weight_scale_inv": scales}, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, columns]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("columns", [16, 48, 144])
+def test_scales_of_blocks_in_fp8_go_with_their_layers(tmp_path, columns):
+    source = in_fp8(saved(tmp_path, eagle3(aux_layer_ids=(9, 2, 6))), columns)
+    export_draft(source, tmp_path / "vllm", format="vllm", dtype=None)
+    low, middle, high = torch.randn(3, 5, 48).unbind()
+    fused = load_draft(tmp_path / "vllm").fuse(torch.cat((low, middle, high), -1))
+    torch.testing.assert_close(fused, load_draft(source).fuse(torch.cat((high, low, middle), -1)))
+
+
+def test_a_scale_in_fp8_of_two_layers_at_once_is_refused(tmp_path):
+    source = in_fp8(saved(tmp_path, eagle3(aux_layer_ids=(9, 2, 6))), 32)
+    with pytest.raises(UserError, match="two layers at once") as error:
+        export_draft(source, tmp_path / "vllm", format="vllm", dtype=None)
+    assert "--dtype" in error.value.remedy
+    export_draft(source, tmp_path / "vllm", format="vllm")
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "fc_norm.1.weight", "input_norm.weight"])
+def test_layers_out_of_order_need_all_that_reads_them(tmp_path, name):
+    """Without a target the draft is not checked before."""
+    source = saved(tmp_path, eagle3(aux_layer_ids=(9, 2, 6), fc_norm=True, norm_before_fc=True))
+    tensors = load_file(source / "model.safetensors")
+    tensors[name] = tensors[name][..., :-1].contiguous()
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(UserError, match=rf"{name} has shape"):
+        export_draft(source, tmp_path / "vllm", format="vllm", dtype=None)
+    del tensors[name]
+    save_file(tensors, source / "model.safetensors")
+    if name != "input_norm.weight":
+        with pytest.raises(UserError, match=f"{name} is missing"):
+            export_draft(source, tmp_path / "vllm", format="vllm", dtype=None)
+
+
 def test_a_layer_that_is_read_twice_is_refused(tmp_path):
     source = saved(tmp_path, eagle3(aux_layer_ids=(6, 2, 6)))
     for peer in PEERS:
