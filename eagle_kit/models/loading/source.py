@@ -118,15 +118,22 @@ def resolve_model(name: str | Path, role: str) -> Path:
                 f"The {role} {name} has no config.json, but GGUF files.", f"Name one: {gguf_files[0]}"
             )
 
-        # The folder of a training: its best draft, else the last one.
-        drafts = [place.parent for place in folder.glob("*/config.json")]
+        # The folder of a training: its best draft, else the last one. A killed process leaves hidden ones.
+        drafts = [place.parent for place in folder.glob("[!.]*/config.json")]
         if (folder / "run.yaml").is_file() and drafts:
-            drafts.sort(key=lambda draft: (draft.name == "best", len(draft.name), draft.name))
-            raise UserError(
-                f"The {role} {name} is the folder of a run.", f"Name a draft of the run: {drafts[-1]}"
-            )
+            drafts.sort(key=lambda draft: (*_checkpoint_order(draft.name), draft.name))
+            remedy = f"Name a draft of the run: {drafts[-1]}"
+            if role == "target":
+                remedy = f"Name its target, which {folder / 'run.yaml'} has."
+            raise UserError(f"The {role} {name} is the folder of a run.", remedy)
         raise UserError(f"The {role} {name} has no config.json.", "Give a Hugging Face model.")
     return folder
+
+
+def _checkpoint_order(name: str) -> tuple[bool, int]:
+    """Order of the folders of a run: other folders, ``step-N`` by N, ``best``."""
+    step = name.removeprefix("step-")
+    return name == "best", int(step) if step != name and step.isdecimal() else -1
 
 
 def is_hub_id(name: str) -> bool:

@@ -13,7 +13,7 @@ from tiny_tokenizers import byte_level
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import cache_folder
 from eagle_kit.models.loading import source
-from eagle_kit.models.loading.source import load_tokenizer, resolve_target, target_revision
+from eagle_kit.models.loading.source import load_tokenizer, resolve_model, resolve_target, target_revision
 
 NAME = "smollm2-135m-instruct"
 
@@ -37,14 +37,23 @@ def test_a_folder_without_config_is_refused(tmp_path):
 
 def test_of_the_folder_of_a_run_a_draft_is_named(tmp_path):
     (tmp_path / "run.yaml").touch()
-    for name in ("step-8", "step-10", "best"):
+    for name in ("step-8", "step-10", "best", "for-another-engine", ".step-12.host.9.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     with pytest.raises(UserError, match="folder of a run.*/best"):
-        resolve_target(tmp_path)
+        resolve_model(tmp_path, "draft")
     shutil.rmtree(tmp_path / "best")
     with pytest.raises(UserError, match="folder of a run.*/step-10"):
+        resolve_model(tmp_path, "draft")
+
+
+def test_a_run_in_place_of_a_target_is_refused_with_the_place_of_its_target(tmp_path):
+    (tmp_path / "run.yaml").touch()
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="folder of a run") as error:
         resolve_target(tmp_path)
+    assert "its target" in error.value.remedy and "best" not in error.value.remedy
 
 
 @pytest.mark.parametrize("name", ["", "no-such-model", "./nowhere/model", "/nowhere/model", "a/b/c/d"])
