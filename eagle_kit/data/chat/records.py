@@ -206,10 +206,13 @@ def _estimated_in_file(path: Path) -> int | None:
     # Whole records of the sample, and their bytes.
     if path.suffix == ".jsonl":
         num_bytes = sample.rfind(b"\n") + 1
-        count = sample.count(b"\n")
+        count = sum(not line.isspace() for line in io.BytesIO(sample[:num_bytes]))
     else:
         text = sample.decode("utf-8", errors="ignore")
-        place = text.index("[") + 1
+        place = len(text) - len(text.lstrip("\ufeff \t\r\n"))
+        if not text.startswith("[", place):
+            return None
+        place += 1
         decoder = json.JSONDecoder()
         count = 0
         while True:

@@ -167,13 +167,19 @@ def test_the_number_of_records_of_a_file_is_estimated_from_its_beginning(
     assert estimated_records(str(path)) == pytest.approx(401, rel=0.05)
 
 
-@pytest.mark.parametrize("source", ["datasets:org/chats", "nothing.jsonl", "chats.jsonl.gz", "broken.json"])
+@pytest.mark.parametrize("source", ["datasets:org/chats", "nothing.jsonl", "chats.jsonl.gz", "object.json"])
 def test_the_number_of_records_of_other_sources_is_not_estimated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.json").write_text("{}")
+    (tmp_path / "object.json").write_text('{"about": [1, 2, 3], "data": []}')
     assert estimated_records(source) is None
+
+
+def test_empty_lines_are_no_records_of_an_estimate(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"\n{json.dumps(COMPLETION)}\r\n\r\n" * 10)
+    assert estimated_records(str(path)) == 10
 
 
 @pytest.mark.parametrize("read_size", [1, 7, 1 << 20])
