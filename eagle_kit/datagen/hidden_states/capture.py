@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from eagle_kit.config.loading.yaml_file import NotYAML, parse_value
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_disk_space, check_writable, expand, nearest_folder, replacing
@@ -96,7 +97,11 @@ class CaptureOptions:
     def training_command(self) -> str:
         """Command line of a training from the store, which has the settings of the capture."""
         config, *overrides = self.arguments or ("CONFIG",)
-        return shlex.join(["eagle-kit", "train", config, *overrides, f"data.store={self.out}"])
+        # Overrides are YAML, which takes some names of folders for numbers, and "a #2" for "a" and a comment.
+        folder = str(self.out)
+        if not _is_plain(folder):
+            folder = json.dumps(folder, ensure_ascii=False)
+        return shlex.join(["eagle-kit", "train", config, *overrides, f"data.store={folder}"])
 
 
 @dataclass(frozen=True)
@@ -554,6 +559,14 @@ def _estimate(
             f"{rate / 1e9:.0f} GFLOP/s, measured now; writing is not counted",
         )
     )
+
+
+def _is_plain(text: str) -> bool:
+    """True if YAML reads ``text`` as itself."""
+    try:
+        return bool(parse_value(text) == text)
+    except NotYAML:
+        return False
 
 
 def _check_out(out: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_kit.cli.app import main
 from eagle_kit.config.loading.loader import load_config
+from eagle_kit.config.loading.yaml_file import parse_value
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.data.hidden_states import store as store_module
 from eagle_kit.data.hidden_states.store import StateStore
@@ -162,6 +164,20 @@ def test_a_lossy_cache_teaches_the_same_when_it_is_filled_and_when_it_is_read(ma
     assert run(*STEPS) == 0
     assert run(*STEPS, f"output_dir={run.folder / 'again'}") == 0
     assert run.metrics() == run.metrics("again")
+
+
+@pytest.mark.parametrize(
+    "name", ["states", "my states", "a #2", "2026", "a: b", "it's", '"a"', "ü🙂 #1", "null"]
+)
+def test_the_printed_training_reads_the_store_whatever_its_name(name: str) -> None:
+    command = CaptureOptions(Path(name), arguments=("c.yaml", "data.source=x y.jsonl")).training_command
+    program, action, config, *overrides = shlex.split(command)
+    assert [program, action, config] == ["eagle-kit", "train", "c.yaml"]
+    raw: dict[str, Any] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        raw[key] = parse_value(value)
+    assert raw == {"data.source": "x y.jsonl", "data.store": name}
 
 
 def test_a_run_cannot_go_on_with_states_of_another_format(
