@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -13,6 +21,13 @@ class ResponseBody(BaseModel):
     """Body of a response, or a part of one. The text under a field is its description."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describe the fields also of a body that leaves some out when it is written."""
+        return handler({key: value for key, value in core_schema.items() if key != "serialization"})  # type: ignore[arg-type]
 
 
 class CachedTokens(ResponseBody):

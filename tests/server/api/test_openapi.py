@@ -73,6 +73,13 @@ def test_every_parameter_and_every_error_is_described(description):
         assert post["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1] in schemas
 
 
+def test_the_fields_of_a_message_are_described(description):
+    """It leaves fields out when it is written, which pydantic describes as any object."""
+    message = description["components"]["schemas"]["ChatMessage"]
+    assert message["properties"].keys() >= {"role", "content", "reasoning_content", "tool_calls"}
+    assert message["required"] == ["content"] and message["description"]
+
+
 def test_the_reference_describes_the_routes_of_the_server(description):
     """The page of the HTTP interface is made without a model."""
     written = server_description()
