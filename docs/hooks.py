@@ -16,8 +16,9 @@ from pymdownx.slugs import slugify
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-FENCE = re.compile(r"^\s*(```|~~~)")
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?:#[^)\s]*)?\)")
+FENCE = re.compile(r"^\s*(?P<marks>```+|~~~+)(?P<info>(?!.*`).*?)\s*$")
+"""A line that opens or closes a block of code; other marks inside the block, or fewer, are its text."""
+LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?:#[^)\s]*)?(?: +\"[^\"]*\")?\)")
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>[~.]*")
 """Beginning of a reference of a docstring, as Markdown renders it."""
 log = logging.getLogger("mkdocs.hooks")
@@ -33,11 +34,14 @@ def on_page_markdown(markdown: str, page: Any, **_others: Any) -> str:
     """Replace the links of a page that lead out of docs/."""
     folder = (DOCS / page.file.src_uri).parent
     lines = []
-    is_code = False
+    fence = ""
     for line in markdown.split("\n"):
-        if FENCE.match(line):
-            is_code = not is_code
-        if not is_code:
+        found = FENCE.match(line)
+        if found and not fence:
+            fence = found["marks"]
+        elif found and found["marks"].startswith(fence) and not found["info"]:
+            fence = ""
+        elif not fence:
             line = LINK.sub(lambda link: _inside_docs(link, folder, page.file.src_uri), line)
         lines.append(line)
     return "\n".join(lines)

@@ -37,7 +37,7 @@ def on_a_page(markdown: str) -> str:
 @pytest.mark.parametrize(
     ("link", "shown"),
     [
-        ("[CONTRIBUTING](../../CONTRIBUTING.md#tests)", "CONTRIBUTING (`CONTRIBUTING.md`)"),
+        ("[CONTRIBUTING](../../CONTRIBUTING.md#tests)", "`CONTRIBUTING.md`"),
         ("[`pyproject.toml`](../../pyproject.toml)", "`pyproject.toml`"),
         ("[the tests](../../tests)", "the tests (`tests`)"),
         ("[a page](../index.md#top)", "[a page](../index.md#top)"),
@@ -47,6 +47,16 @@ def on_a_page(markdown: str) -> str:
             "```\n[CONTRIBUTING](../../CONTRIBUTING.md)\n```",
             "```\n[CONTRIBUTING](../../CONTRIBUTING.md)\n```",
         ),
+        (
+            "~~~md\n```\n[a](../../tests)\n~~~\n[b](../../tests)",
+            "~~~md\n```\n[a](../../tests)\n~~~\nb (`tests`)",
+        ),
+        (
+            "````\n```py\n[a](../../tests)\n```\n````\n[b](../../tests)",
+            "````\n```py\n[a](../../tests)\n```\n````\nb (`tests`)",
+        ),
+        ("```` one line ````\n[b](../../tests)", "```` one line ````\nb (`tests`)"),
+        ('| [b](../../tests "All") | [c](../index.md) |', "| b (`tests`) | [c](../index.md) |"),
     ],
 )
 def test_a_link_out_of_the_docs_becomes_text(link: str, shown: str) -> None:
