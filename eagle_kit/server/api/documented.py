@@ -68,6 +68,13 @@ def _components(app: "FastAPI") -> dict[str, Any]:
         own = description.setdefault("components", {}).setdefault("schemas", {})
         for name, schema in schemas.items():
             own.setdefault(name, schema)
+
+        # FastAPI's own answer to a wrong parameter: a text in the path cannot be one.
+        for path in description["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            own.pop(name, None)
         return description
 
     app.openapi = openapi  # type: ignore[method-assign]

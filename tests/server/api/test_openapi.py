@@ -73,6 +73,12 @@ def test_every_parameter_and_every_error_is_described(description):
         assert post["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1] in schemas
 
 
+def test_no_status_is_described_that_is_never_sent(description):
+    operations = [operation for path in description["paths"].values() for operation in path.values()]
+    assert not [operation for operation in operations if "422" in operation["responses"]]
+    assert not [name for name in description["components"]["schemas"] if "ValidationError" in name]
+
+
 def test_the_fields_of_a_message_are_described(description):
     """It leaves fields out when it is written, which pydantic describes as any object."""
     message = description["components"]["schemas"]["ChatMessage"]
