@@ -663,10 +663,11 @@ def _check_embedding(files: DraftFiles, draft: Eagle3Config, target: TargetConfi
 
 
 def describe_inputs(config: Eagle3Config) -> str:
-    """The hidden states that a head reads, in words, for its model card."""
+    """The hidden states that a head reads, in words, for its model card. The layers are in ascending order,
+    as an export has them."""
     if not config.aux_layer_ids:
         return "the target's final states"
-    return f"the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}"
+    return f"the inputs of target layers {', '.join(map(str, sorted(config.aux_layer_ids)))}"
 
 
 def config_overrides(settings: FusedStatesHeadConfig, target: TargetConfig) -> dict[str, Any]:

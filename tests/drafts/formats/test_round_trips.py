@@ -447,6 +447,7 @@ def test_layers_out_of_order_are_written_in_ascending_order(tmp_path, norms):
     export_draft(saved(tmp_path, head), tmp_path / "vllm", format="vllm", dtype=None)
     written = load_draft(tmp_path / "vllm")
     assert written.config.aux_layer_ids == (2, 6, 9)
+    assert "target layers 2, 6, 9" in (tmp_path / "vllm" / "README.md").read_text()
     low, middle, high = torch.randn(3, 5, head.config.target_hidden_size).unbind()
     fused = written.fuse(torch.cat((low, middle, high), -1))
     torch.testing.assert_close(fused, head.fuse(torch.cat((middle, low, high), -1)))
