@@ -37,7 +37,7 @@ def on_a_page(markdown: str) -> str:
 @pytest.mark.parametrize(
     ("link", "shown"),
     [
-        ("[CONTRIBUTING](../../CONTRIBUTING.md#tests)", "CONTRIBUTING (`CONTRIBUTING.md`)"),
+        ("[CONTRIBUTING](../../CONTRIBUTING.md#tests)", "`CONTRIBUTING.md`"),
         ("[`pyproject.toml`](../../pyproject.toml)", "`pyproject.toml`"),
         ("[the tests](../../tests)", "the tests (`tests`)"),
         ("[a page](../index.md#top)", "[a page](../index.md#top)"),
