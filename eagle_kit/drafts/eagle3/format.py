@@ -195,20 +195,25 @@ class FusedStatesFormat(DraftFormat):
 
 
 def _with_ascending_layers(config: Eagle3Config, files: DraftFiles) -> tuple[Eagle3Config, DraftFiles]:
-    """The same head with its captured layers in ascending order, as the peers capture them: what reads the
-    captured states side by side (``[..., L * Ht]``) has its blocks of Ht columns in that order, too."""
+    """The same head with its captured layers in ascending order, as the peers capture them.
+
+    The blocks of Ht columns of :data:`READS_CAPTURED` and the norms of the layers get the same order. The
+    given files are not changed.
+    """
     ids = list(config.aux_layer_ids)
     order = sorted(range(len(ids)), key=ids.__getitem__)
     if order == list(range(len(ids))):
         return config, files
 
     tensors = dict(files.tensors)
-    for name in (name for name in READS_CAPTURED if name in tensors):
-        blocks = tensors[name].chunk(len(ids), -1)
+    for name in READS_CAPTURED:
+        if name not in tensors:
+            continue
+        blocks = tensors[name].chunk(len(ids), -1)  # L of [..., Ht]
         tensors[name] = torch.cat([blocks[i] for i in order], -1)
     if config.fc_norm:
-        for to, i in enumerate(order):
-            tensors[FC_NORM.format(to)] = files.tensors[FC_NORM.format(i)]
+        for new, old in enumerate(order):
+            tensors[FC_NORM.format(new)] = files.tensors[FC_NORM.format(old)]
     ordered = replace(config, aux_layer_ids=tuple(ids[i] for i in order))
     return ordered, replace(files, tensors=tensors)
 
