@@ -1,8 +1,8 @@
 """Commands of the documentation: flags and keys exist, and the blocks of tutorials and how-to pages run.
 
 A page's blocks of ``bash`` run in order, in one shell, in a copy of the checkout, as a reader would run them.
-Blocks of ``python`` run there as programs. Blocks of ``console`` need what a test has not, such as a GPU; of
-these only the flags are checked.
+Blocks of ``python`` run there as programs. Blocks of ``console`` may need a GPU or a network; only their
+flags are checked.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -48,8 +49,8 @@ SMALLER = {
     }
     for page, target in (("hybrid", "qwen3.5-17m"), ("deepseek", "deepseek-15m"))
 }
-"""Pages whose commands take an hour, with what is smaller in the test. After few steps a target answers
-greedily with nothing, so its responses are drawn."""
+"""Pages whose commands take an hour -> words of the commands, and their smaller settings in the test. After
+few steps the greedy response of a target is empty, so responses are sampled."""
 
 
 # Running
@@ -90,8 +91,10 @@ def test_the_blocks_of_a_page_run(page: Path, checkout: Path, cache: Path, tmp_p
     script = tmp_path / "page.sh"
     script.write_text(shell_script(page, tmp_path), encoding="utf-8")
     log = tmp_path / "log.txt"
-    # Servers of two pages would take the same port.
-    with FileLock(Path(tmp_path.anchor, "tmp", f"eagle-kit-pages-{os.getuid()}.lock")):
+
+    # One page at a time: servers of two pages would take the same port.
+    lock = Path(tempfile.gettempdir(), f"eagle-kit-pages-{os.getuid()}.lock")
+    with FileLock(lock):
         returncode = run(script, checkout, cache, log)
     assert returncode == 0, log.read_text(encoding="utf-8", errors="replace")[-5000:]
 
@@ -183,7 +186,7 @@ def words_of(command: str) -> list[str]:
 
 
 def refusal(words: list[str]) -> str | None:
-    """What the parser of `eagle-kit` has against arguments; None if it takes them."""
+    """Message of the parser of `eagle-kit` that refuses the arguments; None if it accepts them."""
     try:
         if words[0] in app.DELEGATED:
             app.parse_with_overrides(build_train_parser(), words[1:])
