@@ -1,8 +1,7 @@
 """Write the reference pages of this folder from schemas, code and docstrings: ``make reference``.
 
-The text of an option stands under its field (``eagle_kit/config``, ``eagle_kit/cli``, ``eagle_kit/server``),
-what a module holds in its docstring, and nowhere else. The pages are text of Markdown; a test holds them to
-what this program writes.
+The text of an option stands under its field (``eagle_kit/config``, ``eagle_kit/cli``, ``eagle_kit/server``).
+The text of a module is its docstring. A test compares the pages with the output of this program.
 """
 
 import os

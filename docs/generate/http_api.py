@@ -193,9 +193,9 @@ def _schema_lines(name: str, schema: dict[str, Any], *, nullable: bool) -> list[
     required = schema.get("required", ())
     for field, value in schema.get("properties", {}).items():
         facts = _type(value, nullable=nullable)
-        if field in required:
-            facts += "; required" if not nullable else ""
-        elif value.get("default") is not None:
+        if field in required and not nullable:
+            facts += "; required"
+        elif field not in required and value.get("default") is not None:
             facts += f"; `{_shown(value['default'])}`"
         about = code(" ".join(value.get("description", "").split()))
         separator = ": " if about else ""

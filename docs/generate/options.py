@@ -90,7 +90,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _type(field: FieldInfo) -> str:
-    """What a field takes, with its limits."""
+    """Type of a field in words, with its limits."""
     limits = []
     for each in field.metadata:
         limits += [f"{word} {getattr(each, name)}" for name, word in LIMITS.items() if hasattr(each, name)]
@@ -119,11 +119,15 @@ def _name_of(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """The default behind the type, or that there is none."""
+    """The default as it stands after the type; "required" without one."""
     default = field.get_default(call_default_factory=True)
     if default is PydanticUndefined:
         return "; required"
     if default is None:
         return "; null"
-    shown = str(default).lower() if isinstance(default, bool) else default
-    return f"; `{list(shown) if isinstance(shown, tuple) else shown}`"
+    shown = default
+    if isinstance(default, bool):
+        shown = str(default).lower()
+    elif isinstance(default, tuple):
+        shown = list(default)
+    return f"; `{shown}`"

@@ -81,8 +81,8 @@ class SamplingParams:
             reports nothing. Log-probabilities are a log-softmax of the target's raw logits, before
             temperature, filters, penalties and biases.
         stop: text, or list of texts, that ends the response and is cut from its text.
-        stop_token_ids: tokens that end the response besides the model's own end tokens; the stop token
-            is kept.
+        stop_token_ids: tokens that end the response besides the model's own end tokens; the stop token is
+            kept.
         ignore_eos: continue after the model's own end tokens.
         grammar: constraint that the response must match, as the engine follows it; ``structured_outputs`` is
             the form for callers.

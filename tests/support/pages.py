@@ -13,11 +13,18 @@ INLINE_CODE = re.compile(r"(?P<marks>`+)(?P<code>.+?)(?P=marks)")
 LINK = re.compile(r"\[(?:[^\]\[]|\[[^\]]*\])*\]\((?P<target>[^)\s]+)(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#{1,6} +(?P<text>.*?) *#*$")
 NAMED_ANCHOR = re.compile(r"<a (?:id|name)=\"(?P<name>[^\"]+)\"")
-
-
 FOLDERS = (
-    *("benchmarks", "checkpoints", "configs", "docs", "eagle_kit", "examples"),
-    *("kernels", "recipes", "serve", "tests", "train"),
+    "benchmarks",
+    "checkpoints",
+    "configs",
+    "docs",
+    "eagle_kit",
+    "examples",
+    "kernels",
+    "recipes",
+    "serve",
+    "tests",
+    "train",
 )
 """Folders of the checkout."""
 

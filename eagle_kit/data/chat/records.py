@@ -203,27 +203,27 @@ def _estimated_in_file(path: Path) -> int | None:
     with path.open("rb") as file:
         sample = file.read(SAMPLE_SIZE)
 
-    # Whole records of the sample, and their bytes.
+    # Count the whole records of the sample, and their bytes.
     if path.suffix == ".jsonl":
         num_bytes = sample.rfind(b"\n") + 1
         count = sum(not line.isspace() for line in io.BytesIO(sample[:num_bytes]))
     else:
         text = sample.decode("utf-8", errors="ignore")
-        place = len(text) - len(text.lstrip("\ufeff \t\r\n"))
-        if not text.startswith("[", place):
+        position = len(text) - len(text.lstrip("\ufeff \t\r\n"))
+        if not text.startswith("[", position):
             return None
-        place += 1
+        position += 1
         decoder = json.JSONDecoder()
         count = 0
         while True:
-            found = BETWEEN.match(text, place)
+            found = BETWEEN.match(text, position)
             assert found is not None
             try:
-                _, place = decoder.raw_decode(text, found.end())
+                _, position = decoder.raw_decode(text, found.end())
             except json.JSONDecodeError:
                 break
             count += 1
-        num_bytes = len(text[:place].encode())
+        num_bytes = len(text[:position].encode())
     if not count:
         return None
     return round(count * path.stat().st_size / num_bytes)

@@ -89,8 +89,7 @@ class TokenizedChat:
     Attributes:
         ids: int32 ``[n]``.
         response: int32 ``[n]``, the number of the response that must produce the token, counted from 0 in the
-            row;
-            -1 for tokens that are given.
+            row; -1 for tokens that are given.
         turns: index of the message of each response; empty where the row is not made of messages.
     """
 

@@ -177,6 +177,8 @@ class FusedStatesFormat(DraftFormat):
         is_exported = own.pop("format", None) is not None
         flat = DraftFiles({**raw, "eagle_config": eagle}, files.tensors, files.metadata, files.where)
         config = self.kind.read_config(flat, target)
+        # Its trainer captured the layers in ascending order, whatever the order of the list.
+        config = replace(config, aux_layer_ids=tuple(sorted(config.aux_layer_ids)))
         found = self.kind.weights(flat, config)
         ours = self.kind.write_config(config)
         if found.borrows_output or found.ties_output:
@@ -201,8 +203,10 @@ class FusedStatesFormat(DraftFormat):
 def _with_ascending_layers(
     config: Eagle3Config, files: DraftFiles, peer: Format
 ) -> tuple[Eagle3Config, DraftFiles]:
-    """The same head with its captured layers in ascending order, as the peers capture them: what reads the
-    captured states side by side (``[..., L * Ht]``) has its blocks of Ht columns in that order, too.
+    """The same head with its captured layers in ascending order, as the peers capture them.
+
+    The blocks of Ht columns of :data:`READS_CAPTURED` and the norms of the layers get the same order. The
+    given files are not changed.
 
     Raises:
         UserError: a tensor is missing or has other columns, or an fp8 scale is of columns of two layers.
@@ -233,8 +237,8 @@ def _with_ascending_layers(
         blocks = tensors[name].split(width, -1)
         tensors[name] = torch.cat([blocks[i] for i in order], -1)
     if config.fc_norm:
-        for to, i in enumerate(order):
-            tensors[FC_NORM.format(to)] = files.tensors[FC_NORM.format(i)]
+        for new, old in enumerate(order):
+            tensors[FC_NORM.format(new)] = files.tensors[FC_NORM.format(old)]
     ordered = replace(config, aux_layer_ids=tuple(ids[i] for i in order))
     return ordered, replace(files, tensors=tensors)
 

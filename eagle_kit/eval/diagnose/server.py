@@ -22,7 +22,7 @@ SGLANG_SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_
 
 
 class ServerResponse(NamedTuple):
-    """A response.
+    """A response that a server generated.
 
     Attributes:
         text: with the reasoning in front.
@@ -189,8 +189,8 @@ class ServerClient:
         timeout = TIMEOUT_S if body is None else RESPONSE_TIMEOUT_S
         request = Request(self.url + path, data, self._headers)
         try:
-            with self._opener.open(request, timeout=timeout) as response:
-                answer = parse_json(response.read(), self.url + path, "Check --base-url.")
+            with self._opener.open(request, timeout=timeout) as http_response:
+                answer = parse_json(http_response.read(), self.url + path, "Check --base-url.")
         except HTTPError as error:
             reason = error.read(300).decode("utf-8", "replace")
             raise UserError(

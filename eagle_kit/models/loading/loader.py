@@ -348,7 +348,7 @@ def fill(
         delay=SHOW_AFTER_S,
         leave=False,
         dynamic_ncols=True,
-        disable=None,  # without a terminal
+        disable=None,  # no bar without a terminal
     ) as bar:
         for name, parameter in bar:
             # Stack the published tensors.

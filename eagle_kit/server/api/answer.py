@@ -1,4 +1,4 @@
-"""Response to one generation request, whole or as server-sent events.
+"""HTTP response to one generation request, whole or as server-sent events.
 
 Chats (``chat.py``) and completions (``completions.py``) fill in the choices.
 """
@@ -42,12 +42,12 @@ class Answer(ABC, Generic[BodyT]):
     Args:
         service: the server's service.
         body: the validated request.
-        generation: the responses, which the engine has begun.
+        generation: the generated responses, which the engine has begun.
     """
 
-    response: ClassVar[type[Response]]
+    response_type: ClassVar[type[Response]]
     """Schema of the whole HTTP response."""
-    event: ClassVar[type[Response]]
+    event_type: ClassVar[type[Response]]
     """Schema of an event."""
     kinds: ClassVar[tuple[str, str]]
     """The field ``object`` of the HTTP response and of an event."""
@@ -64,7 +64,7 @@ class Answer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def choice(self, index: int, delta: Delta) -> Written:
-        """Make the choice of a finished response."""
+        """Make the choice of a finished generated response."""
 
     @abstractmethod
     def opening(self) -> Iterable[BaseModel]:
@@ -72,13 +72,16 @@ class Answer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def additions(self, index: int, delta: Delta) -> list[Written]:
-        """Make the choices of the events for new tokens of a response."""
+        """Make the choices of the events for new tokens of a generated response."""
 
     async def whole(self, http: Any) -> AsyncIterator[str]:
-        """Wait for all generated responses, and return the HTTP response as chunks of
-        JSON. Raises ClientGone."""
+        """Wait for all generated responses, and return the HTTP response as chunks of JSON.
+
+        Raises:
+            ClientGone: the client has left.
+        """
         deltas = await unless_gone(http, self.generation.collect())
-        response = self.response(**self._head(0), choices=[], usage=self.generation.usage())
+        response = self.response_type(**self._head(0), choices=[], usage=self.generation.usage())
         left_out = None if self.body.return_speculation else {"speculation"}
         text = response.model_copy(update=self._speculation()).model_dump_json(exclude=left_out)
         before, _, behind = text.partition(NO_CHOICES)
@@ -100,7 +103,7 @@ class Answer(ABC, Generic[BodyT]):
 
         Raises:
             ClientGone: the client has left.
-            Exception: the error of a response that ended without a token.
+            Exception: the error of a generated response that ended without a token.
         """
         waiting = [asyncio.ensure_future(response.begun()) for response in self.generation.responses]
 
@@ -126,7 +129,7 @@ class Answer(ABC, Generic[BodyT]):
 
         def chunk(choice: BaseModel) -> str:
             usage = self.generation.usage(num_sent) if continuous else None
-            return event(self.event(**head, choices=[choice], usage=usage), exclude=left_out)
+            return event(self.event_type(**head, choices=[choice], usage=usage), exclude=left_out)
 
         for choice in self.opening():
             yield chunk(choice)
@@ -137,7 +140,7 @@ class Answer(ABC, Generic[BodyT]):
                 async for part in _in_chunks(_with_logprobs(chunk(written.choice), written.logprobs)):
                     yield part
         if with_usage or self.body.return_speculation:
-            last = self.event(**head, choices=[], usage=self.generation.usage() if with_usage else None)
+            last = self.event_type(**head, choices=[], usage=self.generation.usage() if with_usage else None)
             yield event(last.model_copy(update=self._speculation()), exclude_none=True)
 
     def _head(self, kind: int) -> dict[str, Any]:

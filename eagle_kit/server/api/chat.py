@@ -31,15 +31,15 @@ ID_LENGTH = 9
 
 
 class ChatAnswer(Answer[ChatRequest]):
-    """Response of a chat: messages of the assistant.
+    """HTTP response of a chat: messages of the assistant.
 
     Args:
-        readers: parser of each response into reasoning, content and calls; None for a response that is
-            content.
+        readers: parser of each generated response into reasoning, content and calls; None where all of it
+            is content.
     """
 
-    response = ChatResponse
-    event = ChatChunk
+    response_type = ChatResponse
+    event_type = ChatChunk
     kinds = ("chat.completion", "chat.completion.chunk")
 
     def __init__(

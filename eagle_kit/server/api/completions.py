@@ -16,8 +16,8 @@ from eagle_kit.server.response_stream import Delta
 class CompletionAnswer(Answer[CompletionRequest]):
     """Continuations of texts or of token ids."""
 
-    response = CompletionResponse
-    event = CompletionChunk
+    response_type = CompletionResponse
+    event_type = CompletionChunk
     kinds = ("text_completion", "text_completion")
 
     def __init__(

@@ -60,7 +60,7 @@ class ProgressLine:
         self._lengths: defaultdict[str, MovingAverage] = defaultdict(MovingAverage)
         self._figures = ""
         self._interval = 0.5 if sys.stderr.isatty() else 30.0
-        self._response_shown = 0.0
+        self._validation_shown_at = 0.0
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -103,14 +103,19 @@ class ProgressLine:
         self._bar.update(step - self._bar.n)
 
     def validating(self, num_responses: int, total: int) -> None:
-        """Show how many responses of a validation are decoded, behind the figures of the last step."""
+        """Show the number of decoded responses of a validation, after the figures of the last step.
+
+        Args:
+            num_responses: responses that are decoded.
+            total: all responses of the validation.
+        """
         if self._bar.disable:
             return
         is_last = num_responses == total
         now = time.perf_counter()
-        if num_responses and not is_last and now - self._response_shown < self._interval:
+        if num_responses and not is_last and now - self._validation_shown_at < self._interval:
             return
-        self._response_shown = now
+        self._validation_shown_at = now
         note = "" if is_last else f", validating: response {num_responses + 1}/{total}"
         self._bar.set_postfix_str(self._figures + note)
 

@@ -132,7 +132,7 @@ class Validator:
         Args:
             head: the draft head.
             on_response: called with the number of decoded responses and the number of all, before the first
-                response and behind each.
+                response and after each.
         """
         shapes = {name: SpecShape.parse(name) for name in self.config.shapes}
         chains = {name: shape for name, shape in shapes.items() if shape.topk == 1}
