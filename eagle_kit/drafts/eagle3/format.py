@@ -177,8 +177,6 @@ class FusedStatesFormat(DraftFormat):
         is_exported = own.pop("format", None) is not None
         flat = DraftFiles({**raw, "eagle_config": eagle}, files.tensors, files.metadata, files.where)
         config = self.kind.read_config(flat, target)
-        # Its trainer captured the layers in ascending order, whatever the order of the list.
-        config = replace(config, aux_layer_ids=tuple(sorted(config.aux_layer_ids)))
         found = self.kind.weights(flat, config)
         ours = self.kind.write_config(config)
         if found.borrows_output or found.ties_output:

@@ -507,15 +507,3 @@ def test_a_layer_that_is_read_twice_is_refused(tmp_path):
         with pytest.raises(UserError, match="captures each once") as error:
             export_draft(source, tmp_path / peer, format=peer)
         assert "head.aux_layer_ids" in error.value.remedy
-
-
-def test_layers_of_a_head_of_another_project_are_in_ascending_order(tmp_path):
-    head = eagle3()
-    export_draft(saved(tmp_path, head), tmp_path / "vllm", format="vllm", dtype=None)
-    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"].reverse()
-    (tmp_path / "vllm" / "config.json").write_text(json.dumps(config))
-    read = load_draft(tmp_path / "vllm")
-    assert read.config.aux_layer_ids == USUAL
-    states = torch.randn(5, 3 * head.config.target_hidden_size)
-    assert torch.equal(read.fuse(states), head.fuse(states))
