@@ -288,7 +288,7 @@ def mla_window_attention(
     scale: float,
     kv_scale: float,
     latent_dim: int,
-    arrivals: torch.Tensor | None = None,
+    arrivals: torch.Tensor | None,  # no default: torch 2.11 drops it, then misses the mutated argument
 ) -> torch.Tensor:
     """:func:`attend` with the fields of its plan, all contiguous except ``rows``, whose rows are. ``kv_lens``
     is given where the window's keys lie in pages. Without ``arrivals`` a second launch adds up the runs."""

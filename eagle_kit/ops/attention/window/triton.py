@@ -240,7 +240,7 @@ def window_attention_op(
     limits: list[int],
     soft_cap: float | None,
     sinks: torch.Tensor | None,
-    arrivals: torch.Tensor | None = None,
+    arrivals: torch.Tensor | None,  # no default: torch 2.11 drops it, then misses the mutated argument
     splits: int | None = None,
 ) -> torch.Tensor:
     """Window attention of ``q [B, N, Hq, D]`` and a store, both contiguous; ``splits`` overrides

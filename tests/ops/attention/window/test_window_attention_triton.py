@@ -398,6 +398,7 @@ def test_fake_tensors_pass(triton_device):
     args = (
         *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_position, p.scratch_start),
         *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 1.0, [0, 0], None, None),
+        None,
     )
     torch.library.opcheck(window_attention_op, args, test_utils=("test_schema", "test_faketensor"))
     with FakeTensorMode() as mode:
