@@ -13,6 +13,7 @@ from sweep import sweep
 from tiny import tiny_head, tiny_target
 from tiny_mixtures import randomised
 from tiny_run import make_target
+from versions import needs
 
 from eagle_kit.core.errors import RankLost
 from eagle_kit.core.sampling_params import SamplingParams
@@ -442,6 +443,7 @@ def test_the_default_on_a_cpu_records_what_runs_often():
     assert not isinstance(LLM(target, graph_mode="off").engine().runner.graphs, CpuGraphs)
 
 
+@needs("torch", "2.13", "TorchScript imports the compiler before it")
 def test_a_recording_does_not_import_torchs_compiler():
     """That takes longer than some hundred cycles of a small model."""
     process = FORK_SERVER.Process(target=record_without_compiler)

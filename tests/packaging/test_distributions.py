@@ -8,11 +8,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from versions import needs
 
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 NOT_COPIED = ("model.safetensors", "tuning.json")
 """Large files that no distribution depends on."""
+
+
+pytestmark = needs("setuptools", "77", "pyproject.toml has the licence in the form of PEP 639")
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,9 @@ class PublishedModule(torch.nn.Module):
         x = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), -1))[None]
         positions = torch.arange(len(hidden))[None]
         mask = torch.full((len(hidden), len(hidden)), float("-inf")).triu(1)[None, None]
-        table = self.rope(x, positions)
+        # transformers 5.17 wants positions in three dimensions for rotation in sections.
+        sections = positions.expand(3, 1, -1) if hasattr(self.rope, "mrope_section") else positions
+        table = self.rope(x, sections)
         out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=table)
         return self.last(out[0] if isinstance(out, tuple) else out).view_as(hidden)
 

@@ -125,7 +125,7 @@ def test_rows_that_are_wanted_are_those_of_all_rows(target, text, kind):
     shuffled = rows._replace(features=rows.features[order], feature_rows=order.argsort())
     some = draft.step(shuffled, store, output_rows=wanted)
     for part, expected in zip(some, whole, strict=True):
-        torch.testing.assert_close(part, expected[wanted], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(part, expected[wanted], rtol=1e-4, atol=1e-5)
     assert len(store.k[0]) == len(rows.tokens), "keys are made of all rows"
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_mixtures import MIXTURES, randomised, run
 from torch._subclasses.fake_tensor import FakeTensorMode
+from versions import needs
 
 from eagle_kit.models.blocks.moe import Gate, MoE
 from eagle_kit.models.layer_configs import MoEConfig
@@ -74,6 +75,7 @@ def test_experts_in_bf16_round_only_at_the_ends(form, work):
     assert (out.float() - want).abs().max() < 0.02 * want.abs().max()
 
 
+@needs("torch", "2.13", "last bits of fp32 matmuls of a CPU depend on the number of rows before it")
 def test_a_row_does_not_depend_on_its_company(work):
     x, ids, weights, gate_up, down = work
     whole = experts(*work)
