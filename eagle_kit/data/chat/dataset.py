@@ -43,7 +43,7 @@ from eagle_kit.data.chat.records import (
     reasons_of,
 )
 from eagle_kit.data.chat.renderer import ChatRenderer, TokenizedChat
-from eagle_kit.data.chat.row_files import RowFiles, read_integers, token_blocks
+from eagle_kit.data.chat.row_files import RESPONSE, RowFiles, read_integers, token_blocks
 from eagle_kit.data.chat.variants import draw_kwargs
 from eagle_kit.data.chat.vocab_map import (
     VocabMap,
@@ -151,7 +151,7 @@ class PreparedData:
     def __post_init__(self) -> None:
         """Open the files. Raises OSError or ValueError if they cannot be read or do not fit together."""
         self._ids = read_integers(self.folder / "ids.npy")
-        self._response = read_integers(self.folder / "response.npy")
+        self._response = read_integers(self.folder / RESPONSE)
         self._starts = np.concatenate(([0], read_integers(self.folder / "ends.npy")))
         self._rows = read_json(self.folder / "rows.json")
 
@@ -260,7 +260,7 @@ class PreparedData:
         other = self.folder.with_name(fingerprint)
         try:
             prompts = read_json(other / "summary.json")["heldout_prompts"]
-            for name in ("rows.json", "ends.npy", "counts.npy", "ids.npy", "response.npy"):
+            for name in ("rows.json", "ends.npy", "counts.npy", "ids.npy", RESPONSE):
                 if (other / name).read_bytes() != (self.folder / name).read_bytes():
                     return False
         except (OSError, ValueError, KeyError, TypeError):

@@ -11,16 +11,19 @@ import numpy as np
 
 from eagle_kit.data.chat.renderer import TokenizedChat
 
-NAMES = ("ids", "response")
+RESPONSE = "reply.npy"
+"""File of :attr:`TokenizedChat.response`. Caches and stores of states have had this name from the start."""
+FILES = {"ids": "ids.npy", "response": RESPONSE}
+"""Files of a row's fields."""
 BLOCK = 1 << 22
 """Tokens that are read at a time."""
 
 
 class RowFiles:
-    """``ids.npy`` and ``response.npy``, int32 ``[n]``, of a folder."""
+    """The files of :data:`FILES`, int32 ``[n]``, of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = {name: (folder / f"{name}.npy").open("w+b") for name in NAMES}
+        self._files = {name: (folder / file).open("w+b") for name, file in FILES.items()}
         for file in self._files.values():
             file.write(_header(0))
         self._starts = [0]
@@ -87,7 +90,7 @@ def read_integers(path: Path) -> np.ndarray:
 def token_blocks(folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """``ids`` and ``response`` of a folder's rows, :data:`BLOCK` tokens at a time."""
     ids = np.load(folder / "ids.npy", mmap_mode="r")
-    response = np.load(folder / "response.npy", mmap_mode="r")
+    response = np.load(folder / RESPONSE, mmap_mode="r")
     for start in range(0, len(ids), BLOCK):
         yield np.asarray(ids[start : start + BLOCK]), np.asarray(response[start : start + BLOCK])
 

@@ -17,13 +17,14 @@ from pydantic import BaseModel, Field, ValidationError
 
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.files import check_name, read_object
+from eagle_kit.data.chat.row_files import RESPONSE
 
 VERSION = 1
 NAME = "manifest.json"
 DATA = "data"
 DATA_FILES = (
     "ids.npy",
-    "response.npy",
+    RESPONSE,
     "ends.npy",
     "counts.npy",
     "groups.npy",

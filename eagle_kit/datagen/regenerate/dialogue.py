@@ -149,7 +149,7 @@ class Dialogue:
             "first": self.first,
             "sample": self.sample,
             "reason": self.left_out,
-            "responses_kept": len(self.finish_reasons),
+            "replies_kept": len(self.finish_reasons),
         }
         return json.dumps(record, ensure_ascii=False) + "\n"
 

@@ -134,7 +134,7 @@ def read_left_out(path: Path) -> list[LeftOut]:
 
     def read(record: dict[str, Any]) -> LeftOut:
         key = (str(record["id"]), str(record["first"]), int(record["sample"]))
-        return LeftOut(key, str(record["reason"]), bool(record["responses_kept"]))
+        return LeftOut(key, str(record["reason"]), bool(record["replies_kept"]))
 
     return _read_lines(path, read)
 

@@ -778,7 +778,7 @@ def test_rows_of_several_processes_are_those_of_one(
     monkeypatch.setattr(documents, "CHUNK", 2)
     several = prepare(tmp_path / "several", tokenizer, replace(settings, num_workers=2))
     assert several.fingerprint == alone.fingerprint and len(alone) > 2
-    for name in ("ids.npy", "response.npy", "ends.npy", "rows.json", "summary.json", "skipped.txt"):
+    for name in ("ids.npy", "reply.npy", "ends.npy", "rows.json", "summary.json", "skipped.txt"):
         assert (several.folder / name).read_bytes() == (alone.folder / name).read_bytes(), name
 
 
