@@ -33,18 +33,31 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_others: Any) -> str:
     """Replace the links of a page that lead out of docs/."""
     folder = (DOCS / page.file.src_uri).parent
-    lines = []
+    # Text and fenced code in turn. A link may go over the end of a line.
+    text: list[str] = []
+    parts: list[str] = []
+
+    def end_text() -> None:
+        joined = "\n".join(text)
+        parts.append(LINK.sub(lambda link: _inside_docs(link, folder, page.file.src_uri), joined))
+        text.clear()
+
     fence = ""
     for line in markdown.split("\n"):
         found = FENCE.match(line)
+        if not found and not fence:
+            text.append(line)
+            continue
+        if text:
+            end_text()
+        parts.append(line)
         if found and not fence:
             fence = found["marks"]
         elif found and found["marks"].startswith(fence) and not found["info"]:
             fence = ""
-        elif not fence:
-            line = LINK.sub(lambda link: _inside_docs(link, folder, page.file.src_uri), line)
-        lines.append(line)
-    return "\n".join(lines)
+    if text:
+        end_text()
+    return "\n".join(parts)
 
 
 def on_page_content(html: str, **_others: Any) -> str:
@@ -65,7 +78,7 @@ def _inside_docs(link: re.Match[str], folder: Path, page: str) -> str:
         return link[0]
 
     name = path.relative_to(ROOT).as_posix()
-    text = link["text"]
+    text = " ".join(link["text"].split())
     if text.strip("`") in (name, path.name, path.stem):
         return f"`{name}`"
     return f"{text} (`{name}`)"

@@ -40,6 +40,7 @@ def on_a_page(markdown: str) -> str:
         ("[CONTRIBUTING](../../CONTRIBUTING.md#tests)", "`CONTRIBUTING.md`"),
         ("[`pyproject.toml`](../../pyproject.toml)", "`pyproject.toml`"),
         ("[the tests](../../tests)", "the tests (`tests`)"),
+        ("[the\ntests](../../tests)", "the tests (`tests`)"),
         ("[a page](../index.md#top)", "[a page](../index.md#top)"),
         ("[here](#below)", "[here](#below)"),
         ("[far](https://example.org/a)", "[far](https://example.org/a)"),
