@@ -1,5 +1,9 @@
-"""Decode with a draft head, and measure how many tokens the target accepts of it on prompts of yours."""
+"""Decode with a draft head, and measure how many tokens the target accepts of it on prompts of yours.
 
+Outside a checkout, give the head: `python 06_draft_head.py DRAFT`.
+"""
+
+import sys
 from pathlib import Path
 
 from eagle_kit import LLM
@@ -25,4 +29,4 @@ def main(target: str = TARGET, draft: str = DRAFT) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(TARGET, *sys.argv[1:2])
