@@ -38,7 +38,7 @@ LIMIT_S = 1800
 PRETRAIN = (
     "training.steps=15 training.rows=2 training.length=96 training.warmup_steps=5 text.max_tokens=200000"
 )
-FEW_STEPS = "training.max_steps=4 training.warmup_steps=1"
+FEW_STEPS = "training.max_steps=4 training.warmup_steps=1 data.eval_conversations=4 validation.prompts=2"
 SMALLER = {
     f"docs/how-to/train-for-a-{page}-target.md": {
         f"recipes/{target}-target.yaml": f"recipes/{target}-target.yaml {PRETRAIN}",
