@@ -153,7 +153,8 @@ def made_up_row(options: RatioOptions, vocab_size: int) -> Row:
         raise UserError(f"--supervised-share is {share}.", "Give a number above 0 and at most 1.")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, (options.length,), generator=generator)
-    doc_start, response = torch.zeros_like(ids), torch.full_like(ids, -1)
+    doc_start = torch.zeros_like(ids)
+    response = torch.full_like(ids, -1)
     bounds = [round(options.length * part) for part in (0.0, 0.3, 0.63, 1.0)]
     for number, (start, stop) in enumerate(pairwise(bounds)):
         doc_start[start:stop] = start

@@ -44,11 +44,14 @@ def targets_page() -> str:
         "family."
     )
     lines = ["# Targets", "", *wrapped(written)]
+
+    # Families with code of their own.
     lines += ["", "## Written here", ""]
     rows = [(f"`{name}`", f"`{kind}`") for name, kind in FAMILIES.items()]
     lines += wrapped("The name is the one of `architectures` in the target's `config.json`.")
     lines += ["", *table(("architecture", "family"), rows)]
 
+    # Families that run as transformers has them.
     lines += ["", "## Through the bridge", ""]
     about = (
         "Any other causal language model of `transformers` runs through `eagle_kit/models/bridge`: its own "
@@ -57,6 +60,7 @@ def targets_page() -> str:
     )
     lines += [*wrapped(about), "", *table(("`model_type`", "besides causal attention"), _tested_rows())]
 
+    # Models that cannot be a target.
     lines += ["", "## Refused by type", ""]
     rows = [(f"`{kind}`", reason) for kind, reason in REFUSED.items()]
     lines += table(("`model_type`", "the model"), rows)
@@ -64,6 +68,7 @@ def targets_page() -> str:
     for reason in AT_LOAD:
         lines += wrapped(f"* {reason}", indent="  ")
 
+    # Models whose configs the package carries.
     lines += ["", "## Public targets with known sizes", ""]
     packaged = ", ".join(f"`{name}`" for name in PACKAGED_TARGETS)
     about = (

@@ -23,7 +23,13 @@ from eagle_kit.drafts.files.named_target import target_of
 from eagle_kit.drafts.files.recognise import Layout
 from eagle_kit.drafts.files.validate import validate_draft
 from eagle_kit.models.loading.loader import EXACT_SUFFIXES, read_target_config
-from eagle_kit.models.loading.source import PACKAGED_TARGETS, resolve_model, resolve_target, split_revision
+from eagle_kit.models.loading.source import (
+    PACKAGED_TARGETS,
+    resolve_model,
+    resolve_target,
+    run_checkpoints,
+    split_revision,
+)
 
 QUANTISED = "quantization_config"
 CHECKPOINT = re.compile(r"best|step-\d+")
@@ -54,9 +60,7 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
     """
     folder = Path(run_or_checkpoint)
     folder = folder if folder.is_dir() else resolve_model(run_or_checkpoint, "run or draft")
-    steps = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    steps.sort(key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
-    for candidate in (folder, folder / "best", *steps):
+    for candidate in (folder, *run_checkpoints(folder)):
         names = (WEIGHTS, OLD_WEIGHTS, f"{WEIGHTS}.index.json", f"{OLD_WEIGHTS}.index.json")
         if any((candidate / name).is_file() for name in names):
             return candidate

@@ -119,10 +119,10 @@ def resolve_model(name: str | Path, role: str) -> Path:
             )
 
         # The folder of a training: its best draft, else the last one. A killed process leaves hidden ones.
-        drafts = [place.parent for place in folder.glob("[!.]*/config.json")]
+        others = sorted((place.parent for place in folder.glob("[!.]*/config.json")), reverse=True)
+        drafts = [draft for draft in (*run_checkpoints(folder), *others) if (draft / "config.json").is_file()]
         if (folder / "run.yaml").is_file() and drafts:
-            drafts.sort(key=lambda draft: (*_checkpoint_order(draft.name), draft.name))
-            remedy = f"Name a draft of the run: {drafts[-1]}"
+            remedy = f"Name a draft of the run: {drafts[0]}"
             if role == "target":
                 remedy = f"Name its target, which {folder / 'run.yaml'} has."
             raise UserError(f"The {role} {name} is the folder of a run.", remedy)
@@ -130,10 +130,12 @@ def resolve_model(name: str | Path, role: str) -> Path:
     return folder
 
 
-def _checkpoint_order(name: str) -> tuple[bool, int]:
-    """Order of the folders of a run: other folders, ``step-N`` by N, ``best``."""
-    step = name.removeprefix("step-")
-    return name == "best", int(step) if step != name and step.isdecimal() else -1
+def run_checkpoints(run: Path) -> list[Path]:
+    """Checkpoints of a run's folder in the order in which a draft is looked for: ``best/``, which may not be
+    there, then each ``step-N/``, the last step first."""
+    steps = [path for path in run.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    steps.sort(key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return [run / "best", *steps]
 
 
 def is_hub_id(name: str) -> bool:
