@@ -39,6 +39,7 @@ from eagle_kit.ops.attention.prefill.plan import PrefillPlan
 from eagle_kit.ops.attention.variant import AttentionVariant
 from eagle_kit.ops.attention.window.sizes import block_d, choose_blocks, values_per_element
 from eagle_kit.ops.capability import device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 
 
 @triton.jit(do_not_specialize=["store_rows", "table_stride"])
@@ -138,7 +139,7 @@ def _prefill(
     tl.store(out + first_query + q_at, result, is_row[:, None] & in_head)
 
 
-@torch.library.custom_op("eagle_kit::paged_prefill_attention", mutates_args=())
+@custom_operator("eagle_kit::paged_prefill_attention")
 def paged_prefill_attention_op(
     q: torch.Tensor,
     k_rows: torch.Tensor,

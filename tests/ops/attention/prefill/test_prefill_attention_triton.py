@@ -228,7 +228,9 @@ def test_fake_tensors_pass(triton_device):
         None,
         None,
     )
-    torch.library.opcheck(paged_prefill_attention_op, args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        paged_prefill_attention_op.overload, args, test_utils=("test_schema", "test_faketensor")
+    )
     with FakeTensorMode() as mode:
         names = ("page_tables", "cu_rows", "starts")
         fake = replace(p, **{name: mode.from_tensor(getattr(p, name)) for name in names})
