@@ -63,7 +63,7 @@ MARKS = {64: 500.0, 256: 1500.0}
 """Most microseconds of a step, by batch."""
 PROMPTS = 20
 """Prompts of which the least time counts."""
-PROMPT_LENGTHS = (30, 200)
+PROMPT_LENGTHS = (30, 128, 512)
 DEPTH = 4
 """Layers by which the deeper of two targets exceeds the other: what a layer takes is their difference."""
 
@@ -112,10 +112,11 @@ def main(options: Options) -> int:
         for load in loads()
         if load.batch <= (TINY if options.tiny else load.batch)
     ]
-    made += [
-        Case("prompt", f"{tokens} tokens", partial(measure_prompt, tokens), {"tokens": tokens})
-        for tokens in PROMPT_LENGTHS
-    ]
+    for tokens in PROMPT_LENGTHS:
+        facts = {"tokens": tokens}
+        made.append(Case("prompt", f"{tokens} tokens", partial(measure_prompt, tokens), facts))
+        eager = partial(measure_prompt, tokens, is_eager=True)
+        made.append(Case("prompt", f"{tokens} tokens, eager", eager, facts))
     return conduct(Benchmark("host", made, {"model": "one layer"}, host_targets), machine, options)
 
 
@@ -153,12 +154,17 @@ def measure(load: Load, machine: Machine, steps: int = STEPS) -> dict[str, Any]:
     return {"figures": figures}
 
 
-def measure_prompt(tokens: int, machine: Machine, repeats: int = PROMPTS) -> dict[str, Any]:
+def measure_prompt(
+    tokens: int, machine: Machine, repeats: int = PROMPTS, *, is_eager: bool = False
+) -> dict[str, Any]:
     """Microseconds of a prompt of ``tokens`` alone, by a target of one layer and its head; the same as a
     multiple of 1,000 empty calls; what a further layer takes of both; torch's operations of a prompt, and
-    blocks of memory that they allocate."""
+    blocks of memory that they allocate. A prompt is a replay of graphs, or eager."""
     depths = (1, 1 + DEPTH)
     engines = [_prompt_engine(machine, tokens, depth) for depth in depths]
+    if is_eager:
+        for engine in engines:
+            engine.runner.prompt_shapes = []
     generator = torch.Generator().manual_seed(machine.seed)
 
     # The two targets in turns, since the machine's speed may change.
