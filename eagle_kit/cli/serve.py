@@ -18,6 +18,7 @@ from eagle_kit.config.options import Options
 from eagle_kit.config.other_engines import remedies_with
 from eagle_kit.config.server import ServerConfig, WarmUpExtent
 from eagle_kit.core.errors import RankLost, UserError
+from eagle_kit.core.files import check_writable, expand
 from eagle_kit.core.gpus import PLANNED_GPU
 from eagle_kit.core.process import end_at_once
 from eagle_kit.core.shape import ShapeTable, SpecShape
@@ -46,6 +47,7 @@ SERVER_FLAGS = {
     "reasoning_parser": "--reasoning-parser",
     "tool_call_parser": "--tool-call-parser",
     "grace_period_s": "--grace-period",
+    "profile_dir": "--profile-dir",
 }
 DRAFT_FLAGS = {
     "shape": "--shape",
@@ -68,6 +70,7 @@ ENGINE_FLAGS = {
     "kv_dtype": "--kv-dtype",
     "state_snapshots": "--state-snapshots",
     "graph_mode": "--graph-mode",
+    "nvtx": "--nvtx",
     **RANKS,
     **LOADING,
 }
@@ -84,6 +87,7 @@ FLAG_NAMES = {
 REMEDIES = {
     **remedies_with(FLAG_NAMES),
     "tokenizer": "Leave it out: the tokenizer is the target's.",
+    "profiler_config": "Give --profile-dir, the folder of the traces.",
 }
 """What to give in place of flags of vLLM and SGLang."""
 HTTP = "HTTP"
@@ -179,6 +183,9 @@ def run(args: argparse.Namespace) -> int:
     check_packages()
     server_config = options_of(args, ServerConfig, SERVER_FLAGS, **_server_defaults(args, flags))
     check_names(server_config.reasoning_parser, server_config.tool_call_parser)
+
+    if server_config.profile_dir is not None:
+        check_writable(expand(server_config.profile_dir), "Give another --profile-dir.")
 
     # Take the address before anything is loaded; other ranks have none.
     is_first = config.tensor_parallel == 1 or not launched_rank()
