@@ -26,6 +26,7 @@ CONFIG = "Write it into the target's config.json."
 PROXY = "Put a proxy before the server, as in serve/haproxy.cfg."
 OF_SERVER = "Leave it out: it is an option of eagle-kit serve."
 NVTX = "Give {nvtx}: the parts of a step have ranges, and not the layers."
+LOG_STATS = "Leave it out: eagle-kit serve has --log-stats-interval SECONDS, and 0 writes no lines."
 PROFILES = "Leave it out: eagle-kit serve has --profile-dir DIR."
 
 OPTIONS = {
@@ -115,7 +116,8 @@ OPTIONS = {
     "served_model_name": OF_SERVER,
     "api_key": OF_SERVER,
     "enable_metrics": "Leave it out: /metrics is always there.",
-    "disable_log_stats": LEAVE_OUT,
+    "disable_log_stats": LOG_STATS,
+    "decode_log_interval": LOG_STATS,
     "profiler_config": PROFILES,
     "disable_log_requests": LEAVE_OUT,
     "log_level": LEAVE_OUT,

@@ -81,6 +81,11 @@ class ServerConfig(Options):
     grace_period_s: float = Field(default=30.0, ge=0.0)
     """Seconds that running responses get to finish when the server is stopped."""
 
+    log_stats_interval_s: float = Field(default=10.0, ge=0.0)
+    """Seconds between two lines of the log about throughput, requests and memory, while there is traffic; 0
+    writes none.
+    """
+
     profile_dir: Annotated[Path | None, Flag(metavar="DIR")] = None
     """Folder for the traces of /start_profile; without it the server makes none."""
 

@@ -80,6 +80,7 @@ SERVER = {
     "--reasoning-parser": ("reasoning_parser", "none"),
     "--tool-call-parser": ("tool_call_parser", "hermes"),
     "--grace-period": ("grace_period_s", 2.5),
+    "--log-stats-interval": ("log_stats_interval_s", 0.5),
     "--profile-dir": ("profile_dir", Path("traces")),
 }
 NGRAM = {
