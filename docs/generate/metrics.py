@@ -7,6 +7,7 @@ from typing import Any
 from eagle_kit.core.shape import NO_SPECULATION
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.engine.engine import EngineTotals
+from eagle_kit.ops.device_memory import GpuMemory
 from eagle_kit.server.api.metrics import PREFIX, Metrics
 from generate.markdown import table, wrapped
 
@@ -27,7 +28,8 @@ def metrics_page() -> str:
         "Written by `make reference` from `eagle_kit/server/api/metrics.py`. A server has these metrics at "
         "`/metrics`, in Prometheus' text format. The names are vLLM's, with another prefix."
     )
-    metrics = Metrics(_engine(), "MODEL")
+    memory = GpuMemory(total=0, free=0, reserved=0, allocated=0)
+    metrics = Metrics(_engine(), "MODEL", read_memory=lambda: memory)
     rows = []
     histograms = []
     for family in metrics.registry.collect():
@@ -46,7 +48,7 @@ def metrics_page() -> str:
     lines = ["# Metrics", "", *wrapped(written), "", "## Engine and requests", ""]
     lines += table(("metric", "type", "labels", "help"), rows)
     lines += ["", "## Buckets of histograms", ""]
-    lines += table(("metric", "upper bounds in seconds"), histograms)
+    lines += table(("metric", "upper bounds, in seconds or tokens"), histograms)
     lines += ["", "## Process", "", "On Linux, from `prometheus_client`:", ""]
     lines += table(("metric", "help"), [(f"`{name}`", text) for name, text in PROCESS.items()])
     return "\n".join(lines) + "\n"
@@ -64,5 +66,8 @@ def _engine() -> Any:
         kv_usage=0.0,
         num_graphs=0,
         num_grammars=0,
+        config=SimpleNamespace(
+            max_context=8192, page_size=16, num_pages=1, kv_dtype="auto", prefix_cache=True
+        ),
         choices=lambda: [SimpleNamespace(batch_size=1, gain=1.0)],
     )

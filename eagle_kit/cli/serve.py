@@ -1,6 +1,7 @@
 """`eagle-kit serve DRAFT_OR_TARGET`: OpenAI's API over HTTP."""
 
 import argparse
+import logging
 import os
 import secrets
 from dataclasses import replace
@@ -18,6 +19,7 @@ from eagle_kit.config.options import Options
 from eagle_kit.config.other_engines import remedies_with
 from eagle_kit.config.server import ServerConfig, WarmUpExtent
 from eagle_kit.core.errors import RankLost, UserError
+from eagle_kit.core.files import check_writable, expand
 from eagle_kit.core.gpus import PLANNED_GPU
 from eagle_kit.core.process import end_at_once
 from eagle_kit.core.shape import ShapeTable, SpecShape
@@ -46,6 +48,8 @@ SERVER_FLAGS = {
     "reasoning_parser": "--reasoning-parser",
     "tool_call_parser": "--tool-call-parser",
     "grace_period_s": "--grace-period",
+    "log_stats_interval_s": "--log-stats-interval",
+    "profile_dir": "--profile-dir",
 }
 DRAFT_FLAGS = {
     "shape": "--shape",
@@ -68,6 +72,7 @@ ENGINE_FLAGS = {
     "kv_dtype": "--kv-dtype",
     "state_snapshots": "--state-snapshots",
     "graph_mode": "--graph-mode",
+    "nvtx": "--nvtx",
     **RANKS,
     **LOADING,
 }
@@ -84,6 +89,9 @@ FLAG_NAMES = {
 REMEDIES = {
     **remedies_with(FLAG_NAMES),
     "tokenizer": "Leave it out: the tokenizer is the target's.",
+    "disable_log_stats": "Give --log-stats-interval 0.",
+    "decode_log_interval": "Give --log-stats-interval, in seconds.",
+    "profiler_config": "Give --profile-dir, the folder of the traces.",
 }
 """What to give in place of flags of vLLM and SGLang."""
 HTTP = "HTTP"
@@ -180,6 +188,9 @@ def run(args: argparse.Namespace) -> int:
     server_config = options_of(args, ServerConfig, SERVER_FLAGS, **_server_defaults(args, flags))
     check_names(server_config.reasoning_parser, server_config.tool_call_parser)
 
+    if server_config.profile_dir is not None:
+        check_writable(expand(server_config.profile_dir), "Give another --profile-dir.")
+
     # Take the address before anything is loaded; other ranks have none.
     is_first = config.tensor_parallel == 1 or not launched_rank()
     sock = bind(server_config.host, flags.port) if is_first else None
@@ -207,6 +218,7 @@ def run(args: argparse.Namespace) -> int:
             introduce(flags, model, llm, server_config.warm_up)
             app = create_app(llm, engine, server_config)
             say(f"responses  {app.state.service.response_forms}")
+            show_stats_log()
             app.state.service.engine.on_stuck = partial(leave, llm)
             llm.on_lost(app.state.service.engine.fail)
             return run_forever(app, sock)
@@ -215,6 +227,27 @@ def run(args: argparse.Namespace) -> int:
     except RankLost as error:
         print_rank_lost(error)
         end_at_once(1)
+
+
+class _SayHandler(logging.Handler):
+    """Handler of the log that prints as the rest of the command does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
+        say(self.format(record))
+
+
+def show_stats_log() -> None:
+    """Print the lines about traffic to standard error, each with its time."""
+    from eagle_kit.server.stats_log import LOGGER_NAME
+
+    logger = logging.getLogger(LOGGER_NAME)
+    if logger.handlers:
+        return
+    handler = _SayHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def _server_defaults(args: argparse.Namespace, flags: ServeFlags) -> dict[str, str]:

@@ -233,6 +233,9 @@ class EngineConfig(Options):
     (cycle, the default), or not at all (off).
     """
 
+    nvtx: bool = False
+    """Mark the parts of a step with NVTX ranges, for Nsight Systems."""
+
     ngram: NgramConfig = NgramConfig()
     """Matching of n-grams."""
 

@@ -25,6 +25,9 @@ GRAMMARS = "Leave it out: llguidance compiles all grammars."
 CONFIG = "Write it into the target's config.json."
 PROXY = "Put a proxy before the server, as in serve/haproxy.cfg."
 OF_SERVER = "Leave it out: it is an option of eagle-kit serve."
+NVTX = "Give {nvtx}: the parts of a step have ranges, and not the layers."
+LOG_STATS = "Leave it out: eagle-kit serve has --log-stats-interval SECONDS, and 0 writes no lines."
+PROFILES = "Leave it out: eagle-kit serve has --profile-dir DIR."
 
 OPTIONS = {
     # The models.
@@ -100,6 +103,8 @@ OPTIONS = {
     "compilation_config": GRAPHS,
     "enable_torch_compile": GRAPHS,
     "attention_backend": "Give {prefill_backend}.",
+    "enable_layerwise_nvtx_tracing": NVTX,
+    "enable_layerwise_nvtx_marker": NVTX,
     # Requests and the server.
     "generation_config": "Leave it out: a request has OpenAI's defaults, or its own values.",
     "logits_processors": "Give requests logit_bias, bad_words, allowed_token_ids or structured_outputs.",
@@ -111,7 +116,9 @@ OPTIONS = {
     "served_model_name": OF_SERVER,
     "api_key": OF_SERVER,
     "enable_metrics": "Leave it out: /metrics is always there.",
-    "disable_log_stats": LEAVE_OUT,
+    "disable_log_stats": LOG_STATS,
+    "decode_log_interval": LOG_STATS,
+    "profiler_config": PROFILES,
     "disable_log_requests": LEAVE_OUT,
     "log_level": LEAVE_OUT,
     "uvicorn_log_level": LEAVE_OUT,
@@ -133,6 +140,7 @@ PYTHON_NAMES = {
     "kv_memory": "kv_memory",
     "max_batch_size": "max_batch_size",
     "max_context": "max_context",
+    "nvtx": "nvtx=True",
     "page_size": "page_size",
     "prefill_backend": "prefill_backend",
     "prefill_tokens": "prefill_tokens",

@@ -2,10 +2,12 @@
 
 import ipaddress
 import re
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from eagle_kit.config.loading.flags import Flag
 from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError, shown
 
@@ -78,6 +80,14 @@ class ServerConfig(Options):
 
     grace_period_s: float = Field(default=30.0, ge=0.0)
     """Seconds that running responses get to finish when the server is stopped."""
+
+    log_stats_interval_s: float = Field(default=10.0, ge=0.0)
+    """Seconds between two lines of the log about throughput, requests and memory, while there is traffic; 0
+    writes none.
+    """
+
+    profile_dir: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Folder for the traces of /start_profile; without it the server makes none."""
 
     @field_validator("model_name")
     @classmethod

@@ -33,9 +33,11 @@ from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphRunner
 from eagle_kit.engine.request import Request, UncountedTokens
 from eagle_kit.engine.runner import Results, Runner
 from eagle_kit.engine.scheduler import Chunk, Scheduler
+from eagle_kit.engine.step_profile import ProfileSettings, StepProfile
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.backend import current_device
+from eagle_kit.ops.step_ranges import StepRanges
 from eagle_kit.verify.verifiers import make_verifier
 
 READING_COST = 64
@@ -61,6 +63,9 @@ class EngineTotals:
         num_draft_tokens: draft tokens that were verified.
         spec: acceptance of the drafts.
         shapes: cycles in each shape.
+        num_captures: graphs that were captured, or recorded on a CPU, while requests waited.
+        num_compilations: kernels that Triton compiled, or read from its cache, in steps.
+        num_out_of_memory: steps for which the GPU had too little memory.
     """
 
     num_steps: int = 0
@@ -73,6 +78,9 @@ class EngineTotals:
     num_draft_tokens: int = 0
     spec: SpecStats = field(default_factory=SpecStats)
     shapes: Counter[SpecShape] = field(default_factory=Counter)
+    num_captures: int = 0
+    num_compilations: int = 0
+    num_out_of_memory: int = 0
 
 
 class _End(NamedTuple):
@@ -104,6 +112,8 @@ class Engine:
     Attributes:
         scheduler: queue and batch.
         runner: the device side.
+        ranges: named ranges of the steps in traces.
+        profile: profile of the present steps; None while there is none.
         page_pool: pages of the key-value stores.
         ngram: log of tokens that n-gram drafts come from; None without the algorithm ``NGRAM``.
         shapes: current shapes, as a table by batch size or as a policy.
@@ -142,7 +152,9 @@ class Engine:
             snapshots=None if target.config.states is None else config.snapshots,
             num_shards=config.num_shards,
         )
-        self.runner = Runner(target, draft, config, _graphs(target, config))
+        self.ranges = StepRanges(has_nvtx=config.nvtx)
+        self.profile: StepProfile | None = None
+        self.runner = Runner(target, draft, config, _graphs(target, config), self.ranges)
 
         # The verifier must be sound for the drafts.
         verifier = make_verifier(config)
@@ -395,14 +407,47 @@ class Engine:
         Returns:
             The requests that have new tokens or have ended.
         """
-        with torch.inference_mode(), current_device(self.runner.device):
-            return self._step()
+        with torch.inference_mode(), current_device(self.runner.device), self.ranges("step"):
+            updated = self._step()
+
+        # A profile ends by itself after its last step.
+        if self.profile is not None:
+            self.profile.num_steps += 1
+            if self.profile.is_complete:
+                self._end_profile()
+        return updated
+
+    def start_profile(self, settings: ProfileSettings) -> None:
+        """Profile the next steps, on all ranks. None may be running.
+
+        Raises:
+            UserError: torch cannot start a profile here.
+        """
+        assert self.profile is None, "a profile is running"
+        ranks = self.target.ranks
+        self.profile = StepProfile(
+            settings,
+            rank=0 if ranks is None else ranks.rank,
+            ranges=self.ranges,
+            has_graphs=self.runner.graphs.mode != "off",
+        )
+
+    def stop_profile(self) -> None:
+        """End the profile on all ranks, if it has not ended by itself."""
+        self._end_profile()
+
+    def _end_profile(self) -> None:
+        """End the profile of this rank, if there is one."""
+        if self.profile is not None:
+            self.profile.stop()
+            self.profile = None
 
     def _step(self) -> list[Request]:
         # Plan the step.
         if not self._in_flight:
             self._clock = time.perf_counter()
-        plan = self.scheduler.plan()
+        with self.ranges("schedule"):
+            plan = self.scheduler.plan()
         decoding = plan.decoding
         chunks = plan.chunks
         # A cycle's time counts if neither this step nor the one before it has computed prompts.
@@ -425,7 +470,8 @@ class Engine:
             if self._uses_ngram:
                 self._index(decoding)
             shape = self._shape(decoding)
-            self._in_flight.append(self.runner.decode(decoding, shape, self.ngram))
+            with self.ranges("decode"):
+                self._in_flight.append(self.runner.decode(decoding, shape, self.ngram))
 
         # Launch prefill behind the cycle, whose results do not wait for prompts.
         if chunks:
@@ -502,7 +548,8 @@ class Engine:
                 request.stats.num_cached_tokens = request.sequence.num_shared_tokens
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
                 self.totals.num_cached_prompt_tokens += request.stats.num_cached_tokens
-        self._in_flight += self.runner.prefill(chunks)
+        with self.ranges("prefill", len(chunks), "prompts"):
+            self._in_flight += self.runner.prefill(chunks)
         for chunk in chunks:
             self.scheduler.mark_computed(chunk.request, chunk.stop)
 
@@ -522,12 +569,14 @@ class Engine:
     def _collect_until(self, count: int) -> None:
         """Collect the oldest results until ``count`` are in flight."""
         while len(self._in_flight) > count:
-            self._collect(self._in_flight.popleft())
+            with self.ranges("collect"):
+                self._collect(self._in_flight.popleft())
 
     def _collect(self, results: Results) -> None:
         """Wait for results and append them to the requests that are still in the batch."""
         # Wait for the device.
-        emitted = results.copy.wait(self.target.ranks)
+        with self.ranges("wait"):
+            emitted = results.copy.wait(self.target.ranks)
         now = time.perf_counter()
         if not results.is_prefill:
             self._note_cycle(results, now)
@@ -650,10 +699,13 @@ class Engine:
         self._counted.clear()
 
     def _note_cycle(self, results: Results, now: float) -> None:
-        """Count a cycle by its shape. Give the policy its time, if the step did nothing else."""
+        """Count a cycle by its shape. Give the policy its time, if the step did nothing else and no profile
+        runs."""
         self.totals.shapes[results.shape] += 1
+        self.totals.num_captures += results.num_captures
         policy = self._policy
-        if policy is not None and self._is_timing and results.is_steady_state:
+        can_time = results.is_steady_state and self.profile is None
+        if policy is not None and self._is_timing and can_time:
             context = _mean_context(results.requests)
             policy.observe_time(len(results.requests), results.shape, context, now - self._clock)
         self._clock = now

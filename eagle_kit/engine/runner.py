@@ -65,6 +65,7 @@ from eagle_kit.ops.backend import uses_triton
 from eagle_kit.ops.cpu.summation import round_columns
 from eagle_kit.ops.recurrence import Text
 from eagle_kit.ops.sampling import SamplingBatch, token_logprobs
+from eagle_kit.ops.step_ranges import StepRanges
 from eagle_kit.ops.transfer import to_device
 from eagle_kit.ops.tree_build import Tree
 from eagle_kit.verify.accept_window import sample_after_nodes
@@ -85,6 +86,7 @@ class Results(NamedTuple):
         shape: shape of the cycle.
         is_steady_state: False if the cycle included draft backfill or graph capture; its time is not used for
             tuning.
+        num_captures: graphs that the cycle captured, or recorded on a CPU.
     """
 
     requests: list[Request]
@@ -94,6 +96,7 @@ class Results(NamedTuple):
     num_computed: Sequence[int] = ()
     shape: SpecShape = NO_SPECULATION
     is_steady_state: bool = True
+    num_captures: int = 0
 
     @property
     def is_prefill(self) -> bool:
@@ -194,6 +197,7 @@ class Runner:
         draft: the draft model; None for ordinary decoding and for n-grams.
         config: resolved, with a size of the page pool.
         graphs: runs the functions of a cycle, eagerly or as graphs; default eagerly.
+        ranges: makes the named ranges of a step in traces; default none.
 
     Attributes:
         kv: the target's key-value store.
@@ -215,10 +219,12 @@ class Runner:
         draft: DraftModel | None,
         config: ResolvedConfig,
         graphs: CycleGraphs | None = None,
+        ranges: StepRanges | None = None,
     ) -> None:
         self.target = target
         self.config = config
         self.graphs = graphs or GraphRunner("off")
+        self._ranges = ranges or StepRanges()
         weight = target.embed_tokens.weight
         self.device = weight.device
         self.vocab_size = target.config.vocab_size
@@ -672,6 +678,7 @@ class Runner:
         """
         batch = self._batch_of(requests)
         num_warm_ups = self.graphs.num_warm_ups
+        num_captures = self.graphs.num_captures
 
         # Bring the draft up to date, as far as this cycle needs it.
         has_backfill = self._prepare_draft(requests, shape)
@@ -688,7 +695,8 @@ class Runner:
         tree = None
         num_draft_tokens = [shape.tokens - 1] * len(requests)
         if ngram is not None and shape.steps:
-            found = self._ngram_draft(requests, batch.padding, ngram, shape)
+            with self._ranges("ngram"):
+                found = self._ngram_draft(requests, batch.padding, ngram, shape)
             num_draft_tokens = found.num_drafts[: len(requests)].tolist()
             # A batch in which few drafts were found has smaller windows, where no graph fixes their size.
             if self.target.ranks is None and not self.graphs.has_fixed_shapes:
@@ -708,6 +716,7 @@ class Runner:
             num_draft_tokens,
             shape=shape,
             is_steady_state=not (has_backfill or has_capture),
+            num_captures=self.graphs.num_captures - num_captures,
         )
 
     def _batch_of(self, requests: list[Request]) -> Batch:
@@ -810,13 +819,15 @@ class Runner:
         if shape.steps:
             if most_pending == 0:
                 return False
-            self._backfill_draft(requests)
+            with self._ranges("backfill"):
+                self._backfill_draft(requests)
             return True
 
         # A plain cycle adds a token to each request; make room where a request has no more.
         has_run = most_pending >= MAX_WINDOW
         if has_run:
-            self._store_pending_keys(requests)
+            with self._ranges("backfill"):
+                self._store_pending_keys(requests)
         for request in requests:
             request.on_device.num_pending_draft_tokens += 1
         return has_run
@@ -1006,7 +1017,8 @@ class Runner:
         return inputs, settings._replace(num_logprobs=None)
 
     def _allowed_bits(self, matches: Sequence[Match | None], tree: Tree) -> torch.Tensor:
-        return agree_bits(matches, tree, self.vocab_size, self.device, self.target.ranks)
+        with self._ranges("grammar"):
+            return agree_bits(matches, tree, self.vocab_size, self.device, self.target.ranks)
 
     @property
     def _masks(self) -> torch.Tensor:
@@ -1023,8 +1035,10 @@ class Runner:
         # Tables that the body reads must be there before a capture.
         if is_adjusted(inputs.sampling):
             self.slots.make_tables(self.vocab_size)
+        launch = self._ranges(name, settings.shape, "batch", len(inputs.slot_ids))
         if self.graphs.mode == "off":
-            return body(inputs, settings)
+            with launch:
+                return body(inputs, settings)
 
         # All that the operations of the body depend on.
         sampling = inputs.sampling
@@ -1046,7 +1060,7 @@ class Runner:
         # Linear layers are measured before a capture.
         lengths = Lengths(self.slots.seq_lens, inputs.slot_ids)
         call = GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths)
-        with self.linear_backends.measuring():
+        with launch, self.linear_backends.measuring():
             return self.graphs.run(call)
 
     def run_cycle(self, inputs: CycleInputs, settings: CycleSettings) -> Emitted:

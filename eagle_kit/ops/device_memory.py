@@ -1,10 +1,11 @@
-"""Errors of a GPU without free memory, in words for users."""
+"""Memory of a GPU: its figures, and errors in words for users where it has too little."""
 
 import logging
 import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 
@@ -85,6 +86,38 @@ def reserved_again(device: torch.device) -> Iterator[None]:
     # Segments of what was done within have other sizes than those that are needed now.
     torch.cuda.empty_cache()
     reserve_segment(device, max(0, before - torch.cuda.memory_reserved(device)))
+
+
+class GpuMemory(NamedTuple):
+    """Bytes of a GPU.
+
+    Attributes:
+        total: memory of the GPU.
+        free: bytes that no process has.
+        reserved: bytes that torch's allocator of this process has.
+        allocated: those of them that are tensors.
+    """
+
+    total: int
+    free: int
+    reserved: int
+    allocated: int
+
+
+def gpu_memory(device: torch.device) -> GpuMemory | None:
+    """Read the memory of a GPU. None for a CPU, and for a GPU that does not answer after an error."""
+    if device.type != "cuda":
+        return None
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+        return GpuMemory(
+            total=total,
+            free=free,
+            reserved=torch.cuda.memory_reserved(device),
+            allocated=torch.cuda.memory_allocated(device),
+        )
+    except RuntimeError:
+        return None
 
 
 def release_cached_memory() -> None:

@@ -19,14 +19,15 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.engine.memory.engine_memory import NEED_LESS
+from eagle_kit.ops.compilations import count_compilations
 from eagle_kit.ops.device_memory import out_of_memory_cause, release_cached_memory
 from eagle_kit.server.fair_queue import FairThread
 from eagle_kit.server.response_stream import (
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from eagle_kit.engine.engine import Engine
     from eagle_kit.engine.request import Request
 
+T = TypeVar("T")
 Health = Literal["ok", "draining", "unhealthy"]
 
 
@@ -72,7 +74,19 @@ class _StopFound(NamedTuple):
     response: ResponseStream
 
 
-_Message = _Arrival | _Abort | _StopFound
+class _Call(NamedTuple):
+    """Message of the event loop: a function to call between two steps.
+
+    Attributes:
+        function: the function.
+        result: holds what it returns or raises.
+    """
+
+    function: Callable[[], Any]
+    result: "asyncio.Future[Any]"
+
+
+_Message = _Arrival | _Abort | _StopFound | _Call
 """Messages of the inbox."""
 
 STUCK_S = 10.0
@@ -119,6 +133,7 @@ class AsyncEngine:
             stop=self._stop_from_thread,
             abort=self._abort_from_thread,
             observer=observer,
+            ranges=engine.ranges,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
@@ -207,6 +222,17 @@ class AsyncEngine:
                 arrival.response.close()
             raise
         return responses
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call a function in the engine's thread, between two steps, and return what it returns.
+
+        Raises:
+            EngineFailed: the engine has failed, or it has been shut down.
+            Exception: what the function raises; the engine goes on.
+        """
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._post([_Call(function, result)])
+        return await result
 
     async def stream(self, request: "Request") -> AsyncIterator[Delta]:
         """Add one request and iterate over its deltas. Leaving the iteration early aborts the request."""
@@ -359,6 +385,8 @@ class AsyncEngine:
                 self._finish(message.response, error)
             elif isinstance(message, _Arrival):
                 self._resolve_admission(message, error)
+            elif isinstance(message, _Call):
+                self._resolve_call(message, None, error)
 
     def _finish(self, response: ResponseStream, last: "Delta | Exception") -> None:
         """Give a reader the last delta, or the error, of its response."""
@@ -376,6 +404,15 @@ class AsyncEngine:
                 arrival.admitted.set_result(None)
             else:
                 arrival.admitted.set_exception(error)
+
+    def _resolve_call(self, call: _Call, value: Any, error: Exception | None) -> None:
+        """Let :meth:`call` return, or raise the error."""
+        if call.result.done():  # the caller has left
+            return
+        if error is None:
+            call.result.set_result(value)
+        else:
+            call.result.set_exception(error)
 
     def _deliver(self, deliveries: "Sequence[tuple[ResponseStream, Delta | Exception]]") -> None:
         for response, delta in deliveries:
@@ -405,8 +442,9 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            while self._run_once():
-                pass
+            with self._counting_compilations():
+                while self._run_once():
+                    pass
         except BaseException as error:
             # After any error the state of the engine is unknown. Every reader gets an error, none waits.
             self.failure = error
@@ -419,6 +457,18 @@ class AsyncEngine:
         finally:
             self._text.then(partial(self._call_in_loop, self._ended.set))
             self._text.end()
+            if self.engine.profile is not None:
+                self.engine.stop_profile()
+
+    def _counting_compilations(self) -> AbstractContextManager[Any]:
+        """Context manager: kernels that are compiled in steps are counted. A CPU compiles none."""
+
+        def count() -> None:
+            self.engine.totals.num_compilations += 1
+
+        if self.engine.runner.device.type != "cuda":
+            return nullcontext()
+        return count_compilations(count)
 
     def _run_once(self) -> bool:
         """Process the inbox and step the engine once; return False if the thread is to end."""
@@ -438,6 +488,8 @@ class AsyncEngine:
             message = self._messages.popleft()
             if isinstance(message, _Arrival):
                 self._admit(message)
+            elif isinstance(message, _Call):
+                self._call(message)
             elif isinstance(message, _Abort):
                 self._end_in_engine(message.response, self.engine.abort)
             else:
@@ -462,6 +514,7 @@ class AsyncEngine:
             if self.engine.target.ranks is not None:
                 raise
             cause = out_of_memory_cause(error, "computing a step")
+            self.engine.totals.num_out_of_memory += 1
         if cause is None:
             self._send_progress(updated)
         else:
@@ -494,6 +547,18 @@ class AsyncEngine:
             return
         self._progress[request.number] = Progress(arrival.response, time.perf_counter())
         self._call_in_loop(self._resolve_admission, arrival, None)
+
+    def _call(self, call: _Call) -> None:
+        """Call a function between two steps, and send what it returns or raises to the loop."""
+        value = None
+        failure = None
+        try:
+            value = call.function()
+        except Exception as error:
+            failure = error
+        self._call_in_loop(self._resolve_call, call, value, failure)
+        if isinstance(failure, RankLost):  # it ends the engine, as in a step
+            raise failure
 
     def _end_in_engine(self, response: ResponseStream, end: "Callable[[Request], None]") -> None:
         """End a request by a method of the engine, and send its progress."""

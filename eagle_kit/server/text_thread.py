@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from eagle_kit.core.output import NOT_FINITE
+from eagle_kit.ops.step_ranges import StepRanges
 from eagle_kit.server.response_stream import Delta, EngineFailed, NotFinite, Observer, ResponseStream
 
 
@@ -61,6 +62,7 @@ class TextThread:
         stop: called with a response that has a stop text and has not ended.
         abort: called with a response whose text cannot be made.
         observer: receives latencies.
+        ranges: makes the named range of a step's texts in traces.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class TextThread:
         stop: Callable[[ResponseStream], None],
         abort: Callable[[ResponseStream], None],
         observer: Observer | None,
+        ranges: StepRanges,
     ) -> None:
         self._deliver = deliver
         self._stop = stop
         self._abort = abort
         self._observer = observer
+        self._ranges = ranges
         self._queue = SimpleQueue[Sequence[ResponseUpdate] | Callable[[], None] | None]()
         self._thread = threading.Thread(target=self._run, name="eagle-kit text", daemon=True)
 
@@ -98,13 +102,18 @@ class TextThread:
             if callable(item):
                 item()
                 continue
-            deliveries = []
-            for update in item:
-                delta = self._text_of(update)
-                if delta is not None:
-                    deliveries.append((update.progress.response, delta))
-            if deliveries:
-                self._deliver(deliveries)
+            with self._ranges("text"):
+                self._make_texts(item)
+
+    def _make_texts(self, updates: Sequence[ResponseUpdate]) -> None:
+        """Make the text of the responses after a step, and deliver it."""
+        deliveries = []
+        for update in updates:
+            delta = self._text_of(update)
+            if delta is not None:
+                deliveries.append((update.progress.response, delta))
+        if deliveries:
+            self._deliver(deliveries)
 
     def _text_of(self, update: ResponseUpdate) -> Delta | Exception | None:
         """Return what a reader gets next: new text and tokens, or an error; None if there is nothing new."""

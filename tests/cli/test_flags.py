@@ -58,6 +58,7 @@ ENGINE = {
     "--kv-dtype": ("kv_dtype", "fp8_e4m3"),
     "--state-snapshots": ("state_snapshots", 5),
     "--graph-mode": ("graph_mode", "off"),
+    "--nvtx": ("nvtx", True),
     "--seed": ("seed", 0),
     "--speculative-algorithm": ("algorithm", "EAGLE"),
     "--speculative-token-map": ("token_map", Path("ids.json")),
@@ -79,6 +80,8 @@ SERVER = {
     "--reasoning-parser": ("reasoning_parser", "none"),
     "--tool-call-parser": ("tool_call_parser", "hermes"),
     "--grace-period": ("grace_period_s", 2.5),
+    "--log-stats-interval": ("log_stats_interval_s", 0.5),
+    "--profile-dir": ("profile_dir", Path("traces")),
 }
 NGRAM = {
     "--speculative-ngram-min-match-window-size": ("min_match_window_size", 2),

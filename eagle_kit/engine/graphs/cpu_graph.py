@@ -451,6 +451,7 @@ class CpuGraphs:
         self._record_after = record_after
         self._is_bounded = is_bounded
         self.num_warm_ups = 0
+        self.num_captures = 0
 
         # Eager runs by kind and outcome, the least recent first.
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
@@ -517,6 +518,7 @@ class CpuGraphs:
             return outputs
         choices = tuple(condition(lengths_now) for condition in known)
         self._recordings[kind, choices] = recording
+        self.num_captures += 1
         self._note_use((kind, choices))
 
         # Forget engines that are gone, and drop the least recently used recordings of the process.

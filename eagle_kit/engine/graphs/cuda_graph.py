@@ -78,6 +78,10 @@ class CycleGraphs(Protocol):
     def num_warm_ups(self) -> int:
         """Number of runs that were no replays: eager runs before a graph is made, and captures."""
 
+    @property
+    def num_captures(self) -> int:
+        """Number of graphs that have been made, dropped ones included."""
+
     def new_empty(self) -> "CycleGraphs":
         """Return an object of the same class without graphs. It makes one at the first run of each kind."""
 
@@ -194,6 +198,7 @@ class GraphRunner:
     def __init__(self, mode: GraphMode) -> None:
         self.mode = mode
         self.num_warm_ups = 0
+        self.num_captures = 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[tuple[str, Hashable], Graph] = {}
@@ -220,6 +225,7 @@ class GraphRunner:
         if key not in self._graphs:
             self._graphs[key] = self._capture(call)
             self.num_warm_ups += 1
+            self.num_captures += 1
         graph = self._graphs[key]
         if graph.last_inputs is not call.inputs:  # else the buffers hold them already
             write(graph.inputs, call.inputs)

@@ -10,9 +10,8 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +22,8 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.engine.engine import Engine, EngineTotals
 from eagle_kit.engine.graphs.batch_kind import GRAMMAR_KINDS, LOGPROBS_KINDS, USUAL_KINDS, BatchKind, kinds
 from eagle_kit.engine.request import Request
-from eagle_kit.ops.backend import current_device, triton_available
+from eagle_kit.ops.backend import current_device
+from eagle_kit.ops.compilations import count_compilations
 
 PARAMS = (
     SamplingParams(max_tokens=1, ignore_eos=True, seed=0),
@@ -98,7 +98,7 @@ def warm_up(
     if runner.device.type != "cuda" and not runner.graphs.has_fixed_shapes:
         return Prepared(tuple(works))
 
-    with torch.inference_mode(), current_device(runner.device), _compilations() as compiled:
+    with torch.inference_mode(), current_device(runner.device), count_compilations() as compiled:
         # Cycles of every kind, whose graphs are captured.
         cycles = list(_cycles(engine, extent))
         prompts = [] if extent == "none" else list(representative_prompts(engine))
@@ -264,40 +264,3 @@ def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> It
         yield f"times of prefill backends: {backends.default} computes all prompts"
     if not can_have_grammars(engine):
         yield "grammars: without llguidance or a tokenizer such requests are refused"
-
-
-class _Compiled:
-    """Number of kernels that Triton compiled, and the seconds that it took."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.seconds = 0.0
-        self._begun = time.perf_counter()
-
-    def begin(self, **_: Any) -> None:
-        """Note the time before a compilation. The answer None lets Triton compile."""
-        self._begun = time.perf_counter()
-
-    def end(self, **_: Any) -> None:
-        """Count a kernel."""
-        self.count += 1
-        self.seconds += time.perf_counter() - self._begun
-
-
-@contextmanager
-def _compilations() -> Iterator[_Compiled]:
-    """Count the kernels that Triton compiles inside the context."""
-    counted = _Compiled()
-    if not triton_available():
-        yield counted
-        return
-    from triton import knobs
-
-    runtime = knobs.runtime
-    before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
-    runtime.jit_cache_hook = counted.begin
-    runtime.jit_post_compile_hook = counted.end
-    try:
-        yield counted
-    finally:
-        runtime.jit_cache_hook, runtime.jit_post_compile_hook = before

@@ -96,6 +96,12 @@ class MemoryPlan:
         """Bytes of the pool."""
         return self.kv_tokens * self.bytes_per_token
 
+    @property
+    def total(self) -> int:
+        """Bytes of all uses."""
+        used = self.weights + self.pool + self.scratch + self.states + self.logits + self.activations
+        return used + self.graphs.bytes
+
     def smallest(self, plans: "Sequence[MemoryPlan]") -> "MemoryPlan":
         """This plan with the fewest tokens and snapshots, and the least preparation, of all ranks' plans."""
         extents = get_args(WarmUpExtent)

@@ -24,6 +24,7 @@ from eagle_kit.engine.calibrate.record_drafts import record_drafts
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.graphs.warm_up import warm_up
 from eagle_kit.engine.request import Request
+from eagle_kit.engine.step_profile import ProfileSettings
 from eagle_kit.engine.tensor_parallel.ranks import RankGroup
 from eagle_kit.engine.text_forwards import text_logits, text_logprobs, text_states
 from eagle_kit.models.targets.target import Target
@@ -38,7 +39,9 @@ CALLS = frozenset(
         "make_engine",
         "record_drafts",
         "set_draft",
+        "start_profile",
         "step",
+        "stop_profile",
         "text_logits",
         "text_logprobs",
         "text_states",
@@ -158,6 +161,19 @@ class LeadingEngine(Engine):
         with self._leader.call("step"):
             return super().step()
 
+    def start_profile(self, settings: ProfileSettings) -> None:
+        """See :class:`Engine`. Each rank writes a file on its own machine."""
+        with self._leader.call("start_profile", settings):
+            super().start_profile(settings)
+
+    def stop_profile(self) -> None:
+        """See :class:`Engine`. Once a rank is lost, rank 0 ends its own profile alone."""
+        if self._leader.group.ranks.lost is not None:
+            super().stop_profile()
+            return
+        with self._leader.call("stop_profile"):
+            super().stop_profile()
+
 
 @dataclass(frozen=True)
 class RequestData:
@@ -255,6 +271,9 @@ class Follower:
 
     def leave(self) -> None:
         """Execute no more calls."""
+        engine = self._current_engine()
+        if engine is not None:
+            engine.stop_profile()
         self.has_left = True
 
     def set_draft(self, draft: Any, algorithm: str, token_map: str | Path | None) -> None:
@@ -289,6 +308,15 @@ class Follower:
         for request in self.engine.step():
             if request.finish_reason is not None:
                 self.requests.pop(request.number, None)
+
+    def start_profile(self, settings: ProfileSettings) -> None:
+        """See :meth:`Engine.start_profile`. A profile that rank 0 could not start itself ends here."""
+        self.engine.stop_profile()
+        self.engine.start_profile(settings)
+
+    def stop_profile(self) -> None:
+        """See :meth:`Engine.stop_profile`."""
+        self.engine.stop_profile()
 
     def use_shape(self, shapes: ShapeTable | SpecShape | dict[int, list[SpecShape]]) -> None:
         """Speculate in ``shapes``. From candidate shapes by batch size rank 0 chooses one a cycle."""

@@ -16,6 +16,7 @@ from eagle_kit.server.api.routes_generate import add_generation_routes
 from eagle_kit.server.api.routes_operate import add_operation_routes
 from eagle_kit.server.api.routes_tokens import add_token_routes
 from eagle_kit.server.api.service import Service
+from eagle_kit.server.stats_log import log_stats
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -57,9 +58,12 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
-        trimming = asyncio.create_task(_return_memory())
+        tasks = [asyncio.create_task(_return_memory())]
+        if config.log_stats_interval_s > 0:
+            tasks.append(asyncio.create_task(log_stats(service.engine, config.log_stats_interval_s)))
         yield
-        trimming.cancel()
+        for task in tasks:
+            task.cancel()
         await service.engine.shutdown()
         service.close()
 

@@ -53,6 +53,21 @@ def body_of(model: type[ModelT], service: "Service") -> Callable[..., Awaitable[
     return read
 
 
+def optional_body_of(model: type[ModelT], service: "Service") -> Callable[..., Awaitable[ModelT]]:
+    """Make a FastAPI dependency as :func:`body_of` does. Without a body it is ``model`` with its defaults."""
+    from fastapi import Request
+
+    read_body = body_of(model, service)
+
+    async def read(request: Request) -> ModelT:
+        headers = request.headers
+        if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
+            return model()
+        return await read_body(request)
+
+    return read
+
+
 def parse(model: type[ModelT], body: bytes | bytearray) -> ModelT:
     """Parse JSON in strict mode: no conversions, lone surrogates or numbers out of range. Raises ApiError
     400."""

@@ -17,8 +17,12 @@ MEANINGS = {
     ),
     401: "The API key is missing or wrong (`invalid_api_key`).",
     403: "The header Host or Origin names another host (`host_not_allowed`, `origin_not_allowed`).",
-    404: "The model is not the one that is served (`model_not_found`).",
+    404: (
+        "The model is not the one that is served (`model_not_found`), or the server makes no profiles "
+        "(`profiles_off`)."
+    ),
     408: "The headers or the body did not arrive in time (`headers_timeout`, `body_timeout`).",
+    409: "A profile is running already (`profile_running`), or none is (`no_profile`).",
     413: "The body is too large (`body_too_large`).",
     415: "The header Content-Type is not application/json.",
     429: (
@@ -26,8 +30,8 @@ MEANINGS = {
         "requests in a minute (`rate_limit_exceeded`). Retry-After is the number of seconds to wait."
     ),
     500: (
-        "The engine has failed (`engine_failed`), or the logits of this request were not finite "
-        "(`logits_not_finite`)."
+        "The engine has failed (`engine_failed`), the logits of this request were not finite "
+        "(`logits_not_finite`), or the trace could not be written (`profile_not_written`)."
     ),
     503: (
         "The queue or the room for bodies is full, or the server shuts down (`overloaded`), or the GPU had "
@@ -44,14 +48,19 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def body_schema(app: "FastAPI", model: type[BaseModel]) -> dict[str, Any]:
+def body_schema(app: "FastAPI", model: type[BaseModel], *, is_required: bool = True) -> dict[str, Any]:
     """Make ``openapi_extra`` of a route with a body of ``model``, and add its definitions to the app's
-    components."""
+    components.
+
+    Args:
+        is_required: False if the body may be left out.
+    """
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = {**schema.pop("$defs", {}), model.__name__: schema}
     _components(app).update(definitions)
     reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+    content = {"application/json": {"schema": reference}}
+    return {"requestBody": {"required": is_required, "content": content}}
 
 
 def _components(app: "FastAPI") -> dict[str, Any]:

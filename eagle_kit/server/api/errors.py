@@ -17,6 +17,7 @@ TYPES = {
     404: INVALID,
     405: INVALID,
     408: INVALID,
+    409: INVALID,
     413: INVALID,
     415: INVALID,
     429: "rate_limit_error",

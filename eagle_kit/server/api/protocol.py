@@ -644,3 +644,62 @@ class AbortRequest(Strict):
         if (self.request_id is None) == (not self.abort_all):
             raise ValueError("give either request_id or abort_all: true")
         return self
+
+
+class ProfileRequest(Strict):
+    """`POST /start_profile`: what the profile records; without a body it is the default of every field."""
+
+    num_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """Steps of the engine, after which the profile ends by itself. Default: 100."""
+
+    activities: Annotated[list[Literal["CPU", "GPU"]], Field(min_length=1, max_length=8)] | None = None
+    """`CPU`: operations of the engine's thread, and ranges. `GPU`: kernels and copies. Default: those of the
+    engine's device."""
+
+    with_stack: bool | None = None
+    """Record Python's stack of every operation, which makes traces several times as large. Default: false."""
+
+    record_shapes: bool | None = None
+    """Record the shapes of every operation's inputs. Default: false."""
+
+    output_dir: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Folder of the files: the server's `--profile-dir`, or one in it. Default: the former."""
+
+    profile_by_stage: Literal[False] | None = None
+    """Accepted as `false`, as SGLang's clients send it; it has no effect."""
+
+    merge_profiles: Literal[False] | None = None
+    """Accepted as `false`, as SGLang's clients send it; it has no effect."""
+
+    model: str | None = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    prompt: Any = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    messages: Any = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    temperature: float | None = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    repetition_penalty: float | None = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    max_tokens: Count | None = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    max_completion_tokens: Count | None = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    logprobs: Any = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    ignore_eos: bool | None = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    stream: bool | None = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""
+
+    stream_options: Any = None
+    """Accepted, as vLLM's load generator sends it; it has no effect."""

@@ -286,6 +286,19 @@ class Aborted(ResponseBody):
     num_aborted: int
 
 
+class ProfileReport(ResponseBody):
+    """`POST /start_profile` and `/stop_profile`."""
+
+    status: Literal["running", "written"]
+    """`running`: the profile has begun. `written`: the file of rank 0 is there."""
+
+    num_steps: int
+    """Steps that are to be recorded, or that were."""
+
+    files: list[str]
+    """Files in the server's `--profile-dir`, one of each rank."""
+
+
 class HealthReport(ResponseBody):
     """`GET /health`, its parts, and `/health_generate`."""
 

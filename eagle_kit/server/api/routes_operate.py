@@ -1,11 +1,12 @@
-"""Routes for operators: models, health, metrics, abort."""
+"""Routes for operators: models, health, metrics, abort, profiles."""
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.server.api.body import body_of
+from eagle_kit.server.api.body import body_of, optional_body_of
 from eagle_kit.server.api.documented import body_schema, error_responses
-from eagle_kit.server.api.protocol import AbortRequest
-from eagle_kit.server.api.responses import Aborted, HealthReport, ModelCard, ModelList
+from eagle_kit.server.api.protocol import AbortRequest, ProfileRequest
+from eagle_kit.server.api.responses import Aborted, HealthReport, ModelCard, ModelList, ProfileReport
 from eagle_kit.server.api.service import Service
 from eagle_kit.server.response_stream import EngineFailed, Overloaded
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def add_operation_routes(app: "FastAPI", service: Service) -> None:
-    """`/v1/models`, `/health`, `/health/ready`, `/health/live`, `/health_generate`, `/metrics`, `/abort`."""
+    """`/v1/models`, `/health`, `/health/ready`, `/health/live`, `/health_generate`, `/metrics`, `/abort`,
+    `/start_profile`, `/stop_profile`."""
     from fastapi import Depends, Request, Response
 
     model = ModelCard(
@@ -68,7 +70,9 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         """Prometheus text; needs no key."""
         from prometheus_client import CONTENT_TYPE_LATEST
 
-        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        # In another thread: the driver of a GPU that hangs may not answer, and the event loop must.
+        text = await asyncio.to_thread(service.metrics.text)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @app.post(
         "/abort",
@@ -82,3 +86,19 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         """End the client's responses early, or any by an id that the server made; their readers get what
         there is, with the finish reason `abort`."""
         return Aborted(num_aborted=service.abort(http, body.request_id))
+
+    @app.post(
+        "/start_profile",
+        responses=error_responses(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503),
+        openapi_extra=body_schema(app, ProfileRequest, is_required=False),
+    )
+    async def start_profile(
+        body: ProfileRequest = Depends(optional_body_of(ProfileRequest, service)),  # noqa: B008
+    ) -> ProfileReport:
+        """Profile the next steps, where the server has a `--profile-dir`. The body may be left out."""
+        return await service.profiles.start(body)
+
+    @app.post("/stop_profile", responses=error_responses(401, 403, 404, 409, 429, 500))
+    async def stop_profile() -> ProfileReport:
+        """End the profile, if it has not ended by itself, and wait for its file; takes no body."""
+        return await service.profiles.stop()

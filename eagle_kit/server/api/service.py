@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from eagle_kit import __version__
@@ -22,11 +23,13 @@ from eagle_kit.core.structured_outputs import Thought
 from eagle_kit.data.chat.response.choice import choose_forms
 from eagle_kit.engine.text_stream import TextContext, special_tokens
 from eagle_kit.engine.token_names import TokenNames
+from eagle_kit.ops.device_memory import gpu_memory
 from eagle_kit.server.api.body import NUM_BODIES
 from eagle_kit.server.api.errors import ApiError
 from eagle_kit.server.api.limits import BodyRoom, ClientLimits, network_of
 from eagle_kit.server.api.metrics import Metrics
 from eagle_kit.server.api.params import check_num_logprobs, make_grammar, sampling_params
+from eagle_kit.server.api.profiles import Profiles
 from eagle_kit.server.api.prompts import max_chars
 from eagle_kit.server.api.protocol import Sampling
 from eagle_kit.server.api.responses import CachedTokens, Usage
@@ -138,11 +141,17 @@ class Service:
         self.config = config
 
         # The engine, and what it reports.
-        self.metrics = Metrics(engine, config.model_name)
+        self.metrics = Metrics(
+            engine,
+            config.model_name,
+            read_memory=partial(gpu_memory, engine.runner.device),
+            planned_memory=0 if llm.memory_plan is None else llm.memory_plan.total,
+        )
         self.engine = AsyncEngine(
             engine, capacity=llm.max_batch_size + config.max_queued, observer=self.metrics
         )
         self.reasons = engine.reasons
+        self.profiles = Profiles(self.engine, config.profile_dir)
 
         # Limits of clients, bodies and prompts.
         self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)

@@ -1,7 +1,9 @@
 """Tensor parallelism: responses of two and four processes are those of one, and all ranks see the same."""
 
+import gzip
 import hashlib
 import itertools
+import json
 import os
 import pickle
 import random
@@ -38,6 +40,7 @@ from eagle_kit.engine.grammar import compiler
 from eagle_kit.engine.graphs.cuda_graph import HostCopy
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.memory.graph_memory import graphs_of
+from eagle_kit.engine.step_profile import ProfileSettings
 from eagle_kit.engine.tensor_parallel.ranks import WORKER, WorkerArgs
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
@@ -297,6 +300,39 @@ def test_every_call_of_rank_0_is_made_by_all_ranks(folder):
     check_close(found[2].final, states.final)
     check_close(found[2].layers, states.layers)
     check_close(found[3], logits)
+
+
+def profile_steps(llm, traces):
+    """Tokens beside a profile that ends by itself and one that is stopped, once all files are there."""
+    engine = llm.engine("4,1,5")
+    outputs = []
+    for name, num_steps in (("first", 3), ("second", 1000)):
+        engine.start_profile(ProfileSettings(traces / name, name, num_steps, ("CPU",)))
+        outputs += llm.generate(PROMPTS[1:3], SamplingParams(max_tokens=8), shape="4,1,5")
+        assert (engine.profile is None) == (name == "first")
+        engine.stop_profile()
+    last = time.monotonic() + 60
+    while len(list(traces.rglob("*.gz"))) < 2 * llm.group.ranks.size:
+        assert time.monotonic() < last
+        time.sleep(0.01)
+    return [output.token_ids for output in outputs]
+
+
+def test_every_rank_writes_a_trace_of_the_same_steps(folder, tmp_path):
+    head = head_of(folder)
+    plain = LLM(folder, head, **OPTIONS)
+    expected = plain.generate(PROMPTS[1:3], SamplingParams(max_tokens=8), shape="4,1,5")
+    run = partial(profile_steps, traces=tmp_path)
+    ((tokens, _), _), _ = run_ranks(2, serve, folder, head, run, {})
+    assert tokens == 2 * [output.token_ids for output in expected]
+
+    num_steps = {}
+    for path in tmp_path.rglob("*.gz"):
+        with gzip.open(path) as file:
+            names = [event.get("name") for event in json.load(file)["traceEvents"]]
+        num_steps[path.name.partition(".")[0]] = names.count("eagle_kit.step")
+    assert num_steps["first-rank0"] == num_steps["first-rank1"] == 3
+    assert num_steps["second-rank0"] == num_steps["second-rank1"] > 3
 
 
 def volume_of_cycle(llm, shape, params, prompts=PROMPTS[2:3]):

@@ -354,7 +354,9 @@ import asyncio, time
 from types import SimpleNamespace as Any
 from eagle_kit.server.async_engine import AsyncEngine
 async def main():
-    inner = Any(has_work=False, prepare=lambda request: time.sleep(60))
+    device = Any(device=Any(type="cpu"))
+    inner = Any(has_work=False, runner=device, ranges=None, profile=None)
+    inner.prepare = lambda request: time.sleep(60)
     engine = AsyncEngine(inner, capacity=4)
     engine.start()
     request = Any(params=Any(constraint=Any(text='a')), response=Any(match=None), client='')
