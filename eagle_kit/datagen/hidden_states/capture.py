@@ -38,7 +38,6 @@ from eagle_kit.ops.device_memory import out_of_memory
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.report.stages import TimeLeft
 from eagle_kit.train.parallel.launch import go_on
-from eagle_kit.train.parallel.placement import place_target
 from eagle_kit.train.parallel.processes import largest, make_process_state, watching, with_precision
 from eagle_kit.train.plan.costs import capture_flops, data_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
@@ -180,7 +179,6 @@ def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialStat
         update={"validation": config.validation.model_copy(update={"every": 0})}
     )
     components = load_components(without_validation, process, with_layers=other is None)
-    place_target(components.target, without_validation, process)
     draft = head_architecture(config, components.target.config, components.tokenizer)
     if other is not None and other.max_missing:
         components = _without_missing(components, draft, other)
