@@ -28,6 +28,7 @@ from eagle_kit.data.chat.dataset import PreparedData, leave_out
 from eagle_kit.data.hidden_states import manifest as state_manifest
 from eagle_kit.data.hidden_states.format import bytes_per_token
 from eagle_kit.data.hidden_states.store import SHARD_BYTES, StateStore
+from eagle_kit.data.hidden_states.writer import writing
 from eagle_kit.datagen.hidden_states.drive_vllm import compute_states
 from eagle_kit.datagen.hidden_states.files import FINAL, FileLayout, FileSource, StateFiles
 from eagle_kit.models.config import HeadArchitecture
@@ -216,15 +217,15 @@ def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialStat
     else:
         source = _file_source(config, components, draft, options, other)
     promise = "this row is finished and the shard is written first"
-    with Interrupt(announce=process.is_main_process, promise=promise) as interrupt:
+    announce = process.is_main_process
+    with Interrupt(announce, promise) as interrupt, writing(store, process.device) as add:
         for row in _rows_to_run(mine, config.training.shares_target, interrupt, process):
             # A process without a row left runs row 0, because the others wait for its part of the target.
             number = 0 if row is None else row
             micro_batch = make_micro_batch(components.data, [number], 1, process.device)
             features = source.states(micro_batch, draft.aux_layer_ids)
             if row is not None:
-                store.add([row], micro_batch.lengths, features.to_stored())
-        store.flush()
+                add([row], micro_batch.lengths, features.to_stored())
     return _conclude(store, options, interrupt.requested, process)
 
 
