@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import triton
 
+from eagle_kit.ops.attention.window.sizes import Parts, longest_part
 from eagle_kit.ops.capability import DeviceFacts
 
 MAX_SPLITS = 128
@@ -50,11 +51,12 @@ def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks
 
 
 @cache
-def choose_splits(programs: int, columns: int, processors: int) -> int:
-    """Number of runs to split ``columns`` keys into, for ``programs`` blocks of query rows in the batch.
+def choose_parts(programs: int, columns: int, processors: int) -> Parts:
+    """Parts (runs) to split ``columns`` keys into, for ``programs`` blocks of query rows in the batch.
 
-    One program fits on a multiprocessor. The cost, in tiles of 64 keys, is the number of waves times the work
-    of a program: its tiles, and about three tiles' time of startup and output.
+    One program fits on a multiprocessor. The cost, in tiles of 64 keys, is the number of waves times the
+    work of a program: its tiles, and about three tiles' time of startup and output. Lengths may differ: of
+    a request with more keys than others, no run is longer than :func:`longest_part`.
     """
     tiles = triton.cdiv(columns, 64)
 
@@ -62,4 +64,7 @@ def choose_splits(programs: int, columns: int, processors: int) -> int:
         waves = triton.cdiv(programs * splits, processors)
         return waves * (triton.cdiv(tiles, splits) + 3)
 
-    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=cost)
+    most = max(1, min(tiles, MAX_SPLITS))
+    usual = min(range(1, most + 1), key=cost)
+    longest = longest_part(programs, columns, processors)
+    return Parts(usual, max(usual, min(most, triton.cdiv(columns, longest))), longest)
