@@ -22,6 +22,7 @@ class Variant:
         constants: its ``tl.constexpr`` arguments.
         aligned: integer arguments that are multiples of 16 whenever this configuration runs; pointers are.
         num_warps, num_stages: launch options.
+        max_registers: launch option ``maxnreg``; None leaves the number of registers to the assembler.
         wgmma: whether it must use the matrix instructions of groups of warps, on Hopper and B200.
         programs: how many must fit on a multiprocessor at once, by registers, shared memory and warps.
         narrow: why its loops load less than 16 bytes at a time; empty where they must not.
@@ -38,6 +39,7 @@ class Variant:
     aligned: Sequence[str] = ()
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
     wgmma: bool = False
     programs: int = 1
     narrow: str = ""

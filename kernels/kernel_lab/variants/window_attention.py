@@ -3,6 +3,7 @@
 from eagle_kit.ops.attention.window.merge import merge
 from eagle_kit.ops.attention.window.sizes import (
     MIN_KEYS,
+    REGISTERS,
     Parts,
     WindowBlocks,
     are_merged,
@@ -74,6 +75,7 @@ def _variant(
         },
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        max_registers=REGISTERS,
         wgmma=blocks.m >= 64,
         programs=blocks.resident,
         narrow=narrow_loads(blocks, store),
@@ -116,4 +118,5 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         _variant("bf16", 64, 8, 8, 16, "bf16", True, facts, WINDOW=128, SINKS=True),
         _variant("bf16", 256, 2, 8, 16, "bf16", True, facts, WINDOW=4096, CAPPED=True),
         _variant("bf16", 128, 5, 16, 16, "bf16", True, facts, CHUNK=8192),
+        _variant("bf16", 128, 5, 1, 16, "bf16", True, facts, CHUNK=8192),
     ]

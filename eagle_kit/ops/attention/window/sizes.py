@@ -9,6 +9,9 @@ from eagle_kit.ops.capability import DeviceFacts
 MIN_KEYS = 128
 """Minimum number of keys of a part: fewer are read no faster."""
 MAX_SPLITS = 128
+REGISTERS = 255
+"""Registers of a thread that the assembler may use, the most that there are. Without a bound it aims at more
+programs on a multiprocessor than are wanted, and spills a few bytes for them."""
 
 
 class WindowBlocks(NamedTuple):

@@ -52,6 +52,7 @@ from eagle_kit.ops.attention.window.merge import merge, merge_rows, share
 from eagle_kit.ops.attention.window.plan import WindowPlan
 from eagle_kit.ops.attention.window.sizes import (
     MIN_KEYS,
+    REGISTERS,
     Parts,
     are_merged,
     block_d,
@@ -332,6 +333,7 @@ def window_attention_op(
         BLOCK_S=parts_at_a_time,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        maxnreg=REGISTERS,
     )
     if is_split and not merged:
         merge[(rows, hkv, b)](
