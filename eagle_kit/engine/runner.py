@@ -54,6 +54,7 @@ from eagle_kit.ops.accept import is_finite
 from eagle_kit.ops.cpu.summation import round_columns
 from eagle_kit.ops.recurrence import Text
 from eagle_kit.ops.sampling import SamplingBatch, token_logprobs
+from eagle_kit.ops.linear.reductions import add_up_in_fp32
 from eagle_kit.ops.transfer import to_device
 from eagle_kit.ops.tree_build import Tree
 from eagle_kit.verify.accept_window import sample_after_nodes
@@ -194,6 +195,8 @@ class Runner:
         weight = target.embed_tokens.weight
         self.device = weight.device
         self.vocab_size = target.config.vocab_size
+        if self.device.type == "cuda":
+            add_up_in_fp32()
 
         # The target's key-value store. With data-parallel attention it is this rank's shard.
         kv_dtype = KV_DTYPES[config.kv_dtype]

@@ -115,3 +115,13 @@ def test_linear_layers_are_measured_before_they_are_captured():
     with made_up_results():
         serve(llm, USUAL)
     assert forms.table == table and len(timed) == 2 * len(table)
+
+
+def test_products_of_half_types_are_added_up_in_fp32():
+    """torch lets cuBLAS round the parts of a split product unless it is asked not to."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    matmul.allow_fp16_reduced_precision_reduction = True
+    small_llm("none").engine()
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction
