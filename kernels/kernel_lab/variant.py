@@ -29,6 +29,7 @@ class Variant:
         direct: why its loops that multiply load without ``cp.async`` and TMA; empty where they must not.
         converts: why its pipelined loops change the layout of addresses or of what they load; empty where
             they must not.
+        spills: why registers are spilled to the stack; empty where none may be.
         archs: compute capabilities that it ships for.
     """
 
@@ -45,4 +46,5 @@ class Variant:
     narrow: str = ""
     direct: str = ""
     converts: str = ""
+    spills: str = ""
     archs: Sequence[int] = SHIPPED

@@ -10,6 +10,7 @@ import pytest
 
 from eagle_kit.ops.capability import facts_of
 from kernel_lab.aot import resident_programs
+from kernel_lab.ptx import allocates_first
 from kernel_lab.variant import SHIPPED
 
 pytest.importorskip("triton")
@@ -175,6 +176,16 @@ def test_faults_are_found(tmp_path):
     assert reports["reads before"]["faults"] == late == reports["may not wait"]["faults"]
     assert reports["lets none start"]["faults"] == ["it does not let the next launch start"]
     assert reports["waits for nothing"]["faults"] == ["griddepcontrol without PDL"]
+
+
+def test_tensor_memory_is_taken_before_the_next_launch_starts():
+    start = "griddepcontrol.launch_dependents;"
+    take = "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], 64;"
+    give = "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;"
+    assert allocates_first("\n".join([take, give, start]))
+    assert allocates_first("\n".join([start, "ret;"])) and allocates_first(take)
+    assert not allocates_first("\n".join([start, take, give]))
+    assert not allocates_first("\n".join([take, start, take]))
 
 
 FIRST = """

@@ -3,7 +3,6 @@
 from eagle_kit.ops.attention.window.merge import merge
 from eagle_kit.ops.attention.window.sizes import (
     MIN_KEYS,
-    REGISTERS,
     Parts,
     WindowBlocks,
     are_merged,
@@ -75,7 +74,7 @@ def _variant(
         },
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
-        max_registers=REGISTERS,
+        max_registers=blocks.max_registers,
         wgmma=blocks.m >= 64,
         programs=blocks.resident,
         narrow=narrow_loads(blocks, store),

@@ -29,8 +29,7 @@ rows of 576 fit into the registers; 3.9 does not. A version that is not listed t
 
 
 def fits_64_rows(facts: DeviceFacts) -> bool:
-    """True if a program can have 64 query rows of 2 bytes a value. On B200 it would need 394 KB of shared
-    memory, and 227 are there."""
+    """True if a program can have 64 query rows of 2 bytes a value. On B200 they spill, even with 32 keys."""
     return VERSION in HOISTING_VERSIONS and not 100 <= facts.capability < 120
 
 
@@ -39,10 +38,11 @@ def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks
 
     On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
     latency needs. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
-    at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys pass
-    through registers, and earlier GPUs have no instruction that swapped operands would fill: both take the
-    plain one and 32 keys, in as many stages as fit. fp32, which no MLA model is served in, spills at their
-    sizes.
+    at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys
+    pass through registers, and earlier GPUs have no instruction that swapped operands would fill: both take
+    the plain one and 32 keys, in as many stages as fit. On B200, Triton keeps weights and operands of a
+    tile in shared memory beside the buffers: 64 keys need 330 to 394 KB of it, 32 keys 56 to 76. fp32,
+    which no MLA model is served in, spills at their sizes.
     """
     if itemsize == 4:
         return MLABlocks(16, 16, False, 4, 1)
@@ -51,6 +51,8 @@ def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks
     if itemsize == 1:
         return MLABlocks(queries, 32, False, 8, 2)
     num_warps = 4 if queries == 16 and not facts.is_small else 8
+    if facts.capability >= 100 and facts.multiplies_in_groups:
+        return MLABlocks(queries, 32, True, num_warps, 2)
     if facts.multiplies_in_groups:
         return MLABlocks(queries, 64, True, num_warps, 2)
     stages = 2 if queries == 64 else 3

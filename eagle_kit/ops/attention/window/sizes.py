@@ -9,20 +9,21 @@ from eagle_kit.ops.capability import DeviceFacts
 MIN_KEYS = 128
 """Minimum number of keys of a part: fewer are read no faster."""
 MAX_SPLITS = 128
-REGISTERS = 255
-"""Registers of a thread that the assembler may use, the most that there are. Without a bound it aims at more
-programs on a multiprocessor than are wanted, and spills a few bytes for them."""
 
 
 class WindowBlocks(NamedTuple):
-    """Query rows (m) and keys (n) of a program, warps, pipeline stages, and number of programs that fit on a
-    multiprocessor."""
+    """Query rows (m) and keys (n) of a program, warps, pipeline stages, number of programs that fit on a
+    multiprocessor, and a bound on the registers of a thread.
+
+    Without a bound the assembler may spill a few bytes, so that one program more could fit; with a high one it
+    uses more registers, and fewer programs fit."""
 
     m: int
     n: int
     num_warps: int
     num_stages: int
     resident: int
+    max_registers: int | None = None
 
 
 def block_d(size: int) -> int:
@@ -67,21 +68,24 @@ def _choose_blocks(
     m = min(128, max(16, triton.next_power_of_2(rows)))
     n = min(128, max(32, 16384 // (block_d(size) * store_bytes)))
 
+    # Registers of three programs for the fewest rows, and of two, or all that there are, for more.
+    registers = 168 if m == 16 else 255
+
     # Few rows: keys in flight count.
     if m < 64 and (store_bytes == 1 or size < block_d(size)):
         n = n // 4 if facts.is_small and store_bytes == 1 else n // 2
-        return WindowBlocks(m, n, 4, 4, 2)
+        return WindowBlocks(m, n, 4, 4, 2, registers)
     if m < 64:
-        return WindowBlocks(m, n, 4, 3, 2)
+        return WindowBlocks(m, n, 4, 3, 2, registers)
 
     # Many rows: the matrix instructions count.
     if not facts.multiplies_in_groups or size > 128:
-        return WindowBlocks(64, 64 if size <= 128 else 32, 8, 3, 1)
+        return WindowBlocks(64, 64 if size <= 128 else 32, 8, 3, 1, registers)
     if facts.capability >= 100 and (store_bytes == 1 or size <= 64):  # ptxas spills the others there
-        return WindowBlocks(64, 64, 8 if store_bytes == 1 else 4, 3, 1)
+        return WindowBlocks(64, 64, 8 if store_bytes == 1 else 4, 3, 1, registers)
     if m == 128:
-        return WindowBlocks(m, 64, 8, 3, 1)
-    return WindowBlocks(m, 64, 4, 3, 2)
+        return WindowBlocks(m, 64, 8, 3, 1, registers)
+    return WindowBlocks(m, 64, 4, 3, 2, registers)
 
 
 def values_per_element(blocks: WindowBlocks, query_bytes: int, store_bytes: int) -> int:

@@ -52,7 +52,6 @@ from eagle_kit.ops.attention.window.merge import merge, merge_rows, share
 from eagle_kit.ops.attention.window.plan import WindowPlan
 from eagle_kit.ops.attention.window.sizes import (
     MIN_KEYS,
-    REGISTERS,
     Parts,
     are_merged,
     block_d,
@@ -333,7 +332,7 @@ def window_attention_op(
         BLOCK_S=parts_at_a_time,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
-        maxnreg=REGISTERS,
+        maxnreg=blocks.max_registers,
     )
     if is_split and not merged:
         merge[(rows, hkv, b)](
