@@ -60,6 +60,8 @@ durations: install ## measure what every test costs and write it to tests/durati
 ON_DEVICE = OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.cuda_device.plugin
 WITH_VALUES = EAGLE_KIT_DEVICE_MODE=values $(ON_DEVICE)
 AS_CPP = OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.triton_on_cpu.plugin
+# By the version of Triton that torch's build for CUDA brings, which is the one that runs on a GPU.
+COMPILE = OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python kernels compile
 # A choice of tests, as by ARGS="-k ...", may leave none of a folder: pytest's exit code is then 5.
 OR_NONE = || [ $$? = 5 ]
 FULL_SIZE := $(wildcard tests/cuda_device/test_full_size_*.py)
@@ -80,11 +82,16 @@ test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in so
 	@EAGLE_KIT_DEVICE_MEMORY_GB=8 $(WITH_VALUES) tests/gpu/test_*_kernels.py $(ARGS) $(OR_NONE)
 	@echo "== quick tests of kernels, compiled for the CPU"
 	@$(AS_CPP) tests/ops --tier quick $(ARGS) $(OR_NONE)
+	@echo "== all configurations of kernels, compiled for GPUs of five capabilities; left out for a choice of tests"
+	@$(if $(ARGS),true,$(COMPILE))
+	@OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q tests/kernel_lab/test_aot.py --tier ci $(ARGS) $(OR_NONE)
 
 test-cuda-device-smoke: $(CUDA_STAMP) ## run the tests of test-cuda-device that are marked smoke, as CI does
 	@echo "== a CUDA device in software: smoke tests"
 	@$(ON_DEVICE) tests/cuda_device --ignore tests/cuda_device/values -m smoke
 	@$(WITH_VALUES) tests/cuda_device/values -m smoke
+	@echo "== a sample of kernels, compiled for GPUs"
+	@$(COMPILE) --sample
 
 test-oldest: $(OLDEST_STAMP) ## the quick tests with the oldest versions that pyproject.toml allows, in an environment of its own
 	@echo "== quick tests with the versions of constraints-oldest.txt"

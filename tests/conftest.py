@@ -52,9 +52,12 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> None:
     from eagle_kit.autotune import files
     from eagle_kit.autotune.costs import CostTable
     from eagle_kit.engine.calibrate import cycle_timing as timing
+    from eagle_kit.engine.measured import choice_file
 
     place = tmp_path_factory.mktemp("tuning")
     files.folder = lambda: place
+    choices = tmp_path_factory.mktemp("choices")
+    choice_file.folder = lambda: choices
     timing.time_point = synthetic_timings
     CostTable.fit = remembered_fit
 

@@ -35,18 +35,24 @@ Launches = dict[str, Counter[str]]
 """Launches of each phase by name."""
 
 
-def model_launches(shape: SpecShape, name: str = MODEL) -> Launches:
+def model_launches(shape: SpecShape, name: str = MODEL, context: int = CONTEXT) -> Launches:
     """Launches of a cycle of a known model at batch 1, with an EAGLE-3 head where ``shape`` drafts."""
-    return cycle_launches(*preset_named(name), shape)
+    return cycle_launches(*preset_named(name), shape, context)
 
 
-def cycle_launches(config: TargetConfig, draft_vocab_size: int, shape: SpecShape) -> Launches:
-    """Launches of a greedy cycle of one request in bf16, by phase (one of ``PHASES``)."""
+def cycle_launches(
+    config: TargetConfig, draft_vocab_size: int, shape: SpecShape, context: int = CONTEXT
+) -> Launches:
+    """Launches of a greedy cycle of one request in bf16, by phase (one of ``PHASES``).
+
+    Args:
+        context: longest context of a request, which graphs are captured for.
+    """
     with _fake() as counter:
         runner = _runner(config, draft_vocab_size, shape)
         slot_ids = torch.zeros(1, dtype=torch.int64)
         models = runner.models
-        settings = CycleSettings(shape, CONTEXT, verifier=runner.verifier(shape))
+        settings = CycleSettings(shape, context, verifier=runner.verifier(shape))
         with counter.phase("gather"):
             state = runner.slots.gather(slot_ids)
         with counter.phase("propose"):

@@ -68,6 +68,7 @@ ENGINE_FLAGS = {
     "decode_prefill_tokens": "--decode-prefill-tokens",
     "mixed_prefill_tokens": "--mixed-prefill-tokens",
     "prefill_backend": "--prefill-backend",
+    "linear_backend": "--linear-backend",
     "kv_memory": "--kv-memory",
     "kv_dtype": "--kv-dtype",
     "state_snapshots": "--state-snapshots",
@@ -433,10 +434,12 @@ def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmU
         say(str(prepared))
 
     # Print what the preparation measured and chose.
-    for line in engine.runner.linear_backends.report():
-        say(f"linear     {line}")
-    for line in engine.runner.prefill_backends.report():
-        say(f"prefill    {line}")
+    for name, backends in (
+        ("linear", engine.runner.linear_backends),
+        ("prefill", engine.runner.prefill_backends),
+    ):
+        for line in [*backends.report(), *backends.origin()]:
+            say(f"{name:10s} {line}")
     for line in engine.reasons():
         say(f"shape      {line}")
 

@@ -20,6 +20,7 @@ from eagle_kit.core.switches import VARIABLE, is_disabled
 
 GraphMode = Literal["cycle", "off"]
 PrefillBackend = Literal["auto", "triton", "flash-attn", "flashinfer"]
+LinearOption = Literal["auto", "torch", "triton"]
 DEFAULT_MAX_CONTEXT = 8192
 SNAPSHOTS_PER_REQUEST = 4
 SMALL_BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -164,7 +165,13 @@ class EngineConfig(Options):
     prefill_backend: PrefillBackend = "auto"
     """Attention of the target's prompts on a GPU: triton is ours; flash-attn and flashinfer are libraries
     that you install, which read the pool in place; auto, the default, takes the fastest of those that are
-    installed, measured in the server's warm-up. On a CPU always ours.
+    installed, measured in the server's warm-up and kept in the cache folder. On a CPU always ours.
+    """
+
+    linear_backend: LinearOption = "auto"
+    """Linear layers of up to 64 rows in bf16 or fp16 on a GPU: torch is cuBLAS, triton is ours; auto, the
+    default, takes the faster one for each size, measured in the server's warm-up. What was measured is kept
+    in the cache folder, for the same choices after a restart.
     """
 
     kv_tokens: int | None = Field(default=None, ge=1)

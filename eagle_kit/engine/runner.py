@@ -39,7 +39,8 @@ from eagle_kit.engine.grammar.masks import unpacked
 from eagle_kit.engine.grammar.protocols import Match
 from eagle_kit.engine.graphs.batch_kind import BatchKind, kind_of
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
-from eagle_kit.engine.measured.linear_backends import LinearBackends
+from eagle_kit.engine.measured.choices import have_equal_parts
+from eagle_kit.engine.measured.linear_backends import open_linear_backends
 from eagle_kit.engine.measured.prefill_backends import open_backends
 from eagle_kit.engine.padded_prompts import (
     PromptNumbers,
@@ -63,6 +64,7 @@ from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.accept import is_finite
 from eagle_kit.ops.backend import uses_triton
 from eagle_kit.ops.cpu.summation import round_columns
+from eagle_kit.ops.linear.reductions import add_up_in_fp32
 from eagle_kit.ops.recurrence import Text
 from eagle_kit.ops.sampling import SamplingBatch, token_logprobs
 from eagle_kit.ops.step_ranges import StepRanges
@@ -228,6 +230,8 @@ class Runner:
         weight = target.embed_tokens.weight
         self.device = weight.device
         self.vocab_size = target.config.vocab_size
+        if self.device.type == "cuda":
+            add_up_in_fp32()
 
         # The target's key-value store. With data-parallel attention it is this rank's shard.
         kv_dtype = KV_DTYPES[config.kv_dtype]
@@ -246,8 +250,15 @@ class Runner:
             )
 
         # Backends that are chosen by measurement.
-        self.linear_backends = LinearBackends(weight.device)
-        self.prefill_backends = open_backends(config.prefill_backend, self.kv)
+        ranks = None if weight.device.type == "cpu" else target.ranks
+        models: list[torch.nn.Module] = [target]
+        if draft is not None:
+            models += [part for part in vars(draft).values() if isinstance(part, torch.nn.Module)]
+        is_even = have_equal_parts(models, ranks)
+        self.linear_backends = open_linear_backends(
+            config.linear_backend, weight.device, ranks, has_equal_parts=is_even
+        )
+        self.prefill_backends = open_backends(config.prefill_backend, self.kv, ranks, has_equal_parts=is_even)
         self.prefill_backends.serve(self.kv)
 
         # The drafter, with the draft's key-value store.

@@ -68,6 +68,7 @@ _JUMP = re.compile(r"^\s*(@!?%\w+\s+)?bra(?:\.uni)?\s+(\$?\w+);")
 _END = re.compile(r"^\s*(@!?%\w+\s+)?(ret|exit);")
 _ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|multimem|ldu)\.(?!param|shared|local|const)[.\w:]+")
 WAIT = "griddepcontrol.wait"
+START = "griddepcontrol.launch_dependents"
 
 
 def waits_first(ptx: str) -> bool:
@@ -92,6 +93,14 @@ def waits_first(ptx: str) -> bool:
         if jump:
             ways.append(labels[jump[2]])
     return True
+
+
+def allocates_first(ptx: str) -> bool:
+    """Return whether a kernel takes tensor memory (of B200) only before it lets the next launch start, in the
+    order of the text. Programs of two launches that hold a part of it each could wait for one another for
+    ever."""
+    start = ptx.find(START)
+    return start < 0 or "tcgen05.alloc" not in ptx[start:]
 
 
 def hot_loops(ptx: str) -> list[Loop]:

@@ -22,12 +22,14 @@ class Variant:
         constants: its ``tl.constexpr`` arguments.
         aligned: integer arguments that are multiples of 16 whenever this configuration runs; pointers are.
         num_warps, num_stages: launch options.
+        max_registers: launch option ``maxnreg``; None leaves the number of registers to the assembler.
         wgmma: whether it must use the matrix instructions of groups of warps, on Hopper and B200.
         programs: how many must fit on a multiprocessor at once, by registers, shared memory and warps.
         narrow: why its loops load less than 16 bytes at a time; empty where they must not.
         direct: why its loops that multiply load without ``cp.async`` and TMA; empty where they must not.
         converts: why its pipelined loops change the layout of addresses or of what they load; empty where
             they must not.
+        spills: why registers are spilled to the stack; empty where none may be.
         archs: compute capabilities that it ships for.
     """
 
@@ -38,9 +40,11 @@ class Variant:
     aligned: Sequence[str] = ()
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
     wgmma: bool = False
     programs: int = 1
     narrow: str = ""
     direct: str = ""
     converts: str = ""
+    spills: str = ""
     archs: Sequence[int] = SHIPPED

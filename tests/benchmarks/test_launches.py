@@ -71,6 +71,13 @@ def test_a_cycle_of_llama_is_within_its_budget(shape):
     assert sum(count.total() for count in counts.values()) <= TOTALS[shape]
 
 
+@pytest.mark.parametrize("shape", LLAMA)
+def test_a_longer_context_launches_no_more(shape):
+    """The last programs merge the parts of attention where they do for a context of 8,192."""
+    counts = model_launches(SpecShape.parse(shape), context=131072)
+    assert not over(counts, LLAMA[shape])
+
+
 @crossed(("kind", SMALL), ("shape", LLAMA))
 def test_cycles_of_other_targets_are_within_their_budgets(shape, kind):
     gather, propose, _, _, extend, scatter = LLAMA[shape]

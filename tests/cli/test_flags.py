@@ -54,6 +54,7 @@ ENGINE = {
     "--decode-prefill-tokens": ("decode_prefill_tokens", 66),
     "--mixed-prefill-tokens": ("mixed_prefill_tokens", 67),
     "--prefill-backend": ("prefill_backend", "triton"),
+    "--linear-backend": ("linear_backend", "torch"),
     "--kv-memory": ("kv_memory", 1234567),
     "--kv-dtype": ("kv_dtype", "fp8_e4m3"),
     "--state-snapshots": ("state_snapshots", 5),

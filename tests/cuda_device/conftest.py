@@ -27,6 +27,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs EAGLE_KIT_DEVICE_MODE=values, or none"))
 
 
+@pytest.fixture(autouse=True)
+def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured choices of a test are no other test's."""
+    from eagle_kit.engine.measured import choice_file
+
+    monkeypatch.setattr(choice_file, "folder", lambda: tmp_path / "choices")
+
+
 @pytest.fixture
 def memory_of_its_own() -> None:
     """Free what torch keeps of earlier tests, for a test of limits and peaks of memory, which count it."""

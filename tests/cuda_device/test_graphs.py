@@ -1,5 +1,7 @@
 """Which graphs an engine captures, when, and in which order."""
 
+from unittest import mock
+
 import pytest
 import torch
 from restless import Restless
@@ -8,6 +10,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.engine.graphs.batch_kind import USUAL_KINDS
 from eagle_kit.engine.graphs.warm_up import warm_up
+from eagle_kit.engine.measured import choice_file
 from eagle_kit.engine.memory.graph_memory import graphs_of
 from tests.cuda_device.device import phase
 from tests.cuda_device.engines import made_up_results, small_llm
@@ -121,3 +124,54 @@ def test_linear_layers_are_measured_before_they_are_captured():
     with made_up_results():
         serve(llm, USUAL)
     assert forms.table == table and len(timed) == 2 * len(table)
+
+
+def test_a_restart_makes_the_choices_that_were_measured_before():
+    """Whatever the times are then; another driver measures again."""
+
+    def started(seconds_of_triton):
+        timed = []
+
+        def timer(backend, size, device):
+            timed.append(size)
+            return seconds_of_triton if backend == "triton" else 1e-5
+
+        llm = small_llm("3,1,4", batch_sizes=(2,))
+        backends = llm.engine().runner.linear_backends
+        backends.timer = timer
+        with made_up_results():
+            warm_up(llm.engine(), "usual")
+        return backends, timed
+
+    first, timed = started(5e-6)
+    assert timed and {choice.backend for choice in first.table.values()} == {"triton"}
+    again, timed = started(2e-5)
+    assert not timed and again.table == first.table
+    assert again.origin() == [
+        f"{len(first.table)} of {len(first.table)} sizes read from {first.file.path}, where all are kept"
+    ]
+    with mock.patch.object(choice_file, "driver_version", lambda: "999"):
+        other, timed = started(2e-5)
+    assert timed and other.file.path != first.file.path
+
+
+def test_a_forced_backend_runs_in_every_cycle_and_is_not_measured():
+    launches = {}
+    for backend in ("torch", "triton"):
+        llm = small_llm("3,1,4", batch_sizes=(2,), linear_backend=backend)
+        llm.engine().runner.linear_backends.timer = None
+        with phase() as found, made_up_results():
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+        launches[backend] = found.counts
+    assert launches["triton"]["library_launches"] < launches["torch"]["library_launches"]
+    assert launches["triton"]["driver_launches"] > launches["torch"]["driver_launches"]
+
+
+def test_products_of_half_types_are_added_up_in_fp32():
+    """torch lets cuBLAS round the parts of a split product unless it is asked not to."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    matmul.allow_fp16_reduced_precision_reduction = True
+    small_llm("none").engine()
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction

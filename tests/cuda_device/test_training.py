@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from tiny import packed_row, tiny_head, tiny_target
 from tiny_row import TinyRow
 
 from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
+from eagle_kit.config.train import DataConfig, TrainConfig
 from eagle_kit.objective.batch import make_micro_batch, row_weights
 from eagle_kit.objective.loss import Objective
 from eagle_kit.objective.target_features import capture_features, positions_of, vocab_argmax
@@ -15,6 +17,7 @@ from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.ops.attention.packed import document_spans
 from eagle_kit.ops.device_memory import reserve_segment, reserved_again
 from eagle_kit.train.optim.strategy import Replicated
+from eagle_kit.train.parallel.processes import make_process_state
 from tests.cuda_device.device import LogKind, Phase, phase
 from tests.cuda_device.engines import SIZES
 from tests.cuda_device.targets import TARGETS
@@ -155,3 +158,18 @@ def test_what_a_validation_gives_back_is_reserved_again(is_in_use):
         torch.empty(200 << 20, dtype=torch.uint8, device=device)
     assert found.counts["device_allocations"] == 0
     del moments
+
+
+def test_a_run_adds_up_products_in_fp32_from_its_start():
+    """As the engine of a validation does, which would else change the products of the steps behind it."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    matmul.allow_fp16_reduced_precision_reduction = True
+    PartialState._reset_state()
+    try:
+        state = make_process_state(TrainConfig(target="t", output_dir="o", data=DataConfig(source="a")))
+        assert state.device.type == "cuda"
+    finally:
+        PartialState._reset_state()
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction

@@ -5,9 +5,11 @@ import logging
 import pytest
 import torch
 
-from eagle_kit.engine.measured import choice as measured
+from eagle_kit.core.errors import UserError
+from eagle_kit.engine.measured import choices as measured
 from eagle_kit.engine.measured import linear_backends
-from eagle_kit.engine.measured.linear_backends import LinearBackends, time_backend
+from eagle_kit.engine.measured.choices import have_equal_parts
+from eagle_kit.engine.measured.linear_backends import LinearBackends, open_linear_backends, time_backend
 from eagle_kit.ops.backend import use
 from eagle_kit.ops.linear import linear
 from eagle_kit.ops.linear import plain as module
@@ -167,6 +169,67 @@ def test_choices_are_logged(caplog):
     line = "4 x 32 -> 64 bfloat16: triton (torch 10.0 us, triton 5.0 us)"
     assert line in caplog.text
     assert choices.report() == [line.replace("4 x", "1 x", 1), line]
+
+
+def test_a_forced_backend_is_not_measured():
+    timer = FakeTimer(3.0)
+    choices = LinearBackends(CPU, timer, forced="triton")
+    with choices.measuring():
+        assert choices.backend(SIZE) == "triton"
+    assert choices.backend(SIZE._replace(rows=8)) == "triton" and not timer.calls and not choices.report()
+
+
+@pytest.mark.parametrize("option", ["torch", "triton"])
+def test_a_cpu_has_no_choice(option):
+    assert str(open_linear_backends("auto", CPU)) == "torch"
+    with pytest.raises(UserError, match=f"{option} was asked for") as error:
+        open_linear_backends(option, CPU)
+    assert "linear backend at auto" in error.value.remedy
+
+
+class RanksInTurn:
+    """Ranks that run one after the other: the first one's messages are read by the others."""
+
+    def __init__(self, messages, is_first):
+        self.messages, self.is_first = messages, is_first
+
+    def agree(self, value):
+        if self.is_first:
+            self.messages.append(value)
+            return value
+        return self.messages.pop(0)
+
+    def all(self, value):
+        return [value, self.messages]
+
+
+def test_the_first_rank_measures_and_the_others_take_its_choice():
+    messages, sizes = [], [SIZE, SIZE._replace(rows=8)]
+    timers = FakeTimer(0.5), FakeTimer(2.0)
+    tables = []
+    for timer, is_first in zip(timers, (True, False), strict=True):
+        choices = LinearBackends(CPU, timer, ranks=RanksInTurn(messages, is_first))
+        with choices.measuring():
+            for size in [*sizes, *sizes]:
+                assert choices.backend(size) == "triton"
+        tables.append(choices.table)
+    assert tables[0] == tables[1] and not messages
+    assert len(timers[0].calls) == 4 and not timers[1].calls
+
+
+def test_ranks_choose_together_only_if_their_parts_have_equal_sizes():
+    modules = [torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)]
+    shapes = [(5, 3), (5,), (2, 5), (2,)]
+    assert have_equal_parts(modules, None)
+    assert have_equal_parts(modules, RanksInTurn(shapes, True))
+    assert not have_equal_parts(modules, RanksInTurn([(4, 3), *shapes[1:]], True))
+
+
+def test_ranks_with_different_parts_use_torch(caplog):
+    gpu = torch.device("cuda", 0)
+    choices = open_linear_backends("auto", gpu, has_equal_parts=False)
+    assert choices.forced == "torch" and "parts of different sizes" in caplog.text
+    assert open_linear_backends("triton", gpu, has_equal_parts=False).forced == "triton"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -18,7 +18,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.graphs.warm_up import representative_prompts
 from eagle_kit.engine.llm import LLM
-from eagle_kit.engine.measured import prefill_backends
+from eagle_kit.engine.measured import choice_file, prefill_backends
+from eagle_kit.engine.measured.choice_file import ChoiceFile
 from eagle_kit.engine.measured.prefill_backends import PrefillBackends, open_backends, working_bytes
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.open import open_store
@@ -76,6 +77,18 @@ def test_an_engine_says_the_same_by_a_library(name):
     assert len(module.calls) % layers == 0
     if name == "flashinfer":
         assert len(module.plans) * layers == len(module.calls), "a plan for each forward"
+
+
+class GatheredRanks:
+    """Ranks of which each has given its own of these values."""
+
+    is_first = True
+
+    def __init__(self, values):
+        self.values = values
+
+    def all(self, value):
+        return self.values
 
 
 class FakeTimer:
@@ -194,13 +207,14 @@ def opened(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "site-packages" not in p)])
 
-    def open_with(name, kv, modules=(), capability=90):
+    def open_with(name, kv, modules=(), capability=90, ranks=None, has_equal_parts=True):
         for each in modules:
             kind, call = STAND_INS[each]
             text = f"import prefill_libraries\nmodule = prefill_libraries.{kind}()\n{call} = module.{call}"
             (tmp_path / f"{each}.py").write_text(text)
         monkeypatch.setattr(prefill_backends, "device_facts", lambda device: facts_of(capability))
-        return open_backends(name, kv)
+        monkeypatch.setattr(prefill_backends, "device_key", lambda device, sources: {"device": str(device)})
+        return open_backends(name, kv, ranks, has_equal_parts=has_equal_parts)
 
     yield open_with
     for name in names:
@@ -214,6 +228,46 @@ def test_auto_takes_all_that_are_installed_and_says_what_is_not(opened):
         "torch or flash-attn (FlashAttention-3) or flashinfer (FlashInfer), as measured in the warm-up"
     )
     assert both.forced is None and isinstance(both.libraries["flash-attn"], FlashAttention3)
+
+
+def test_ranks_choose_among_libraries_that_all_of_them_have(opened):
+    modules = ["flash_attn_interface", "flashinfer"]
+    both = ["FlashAttention-3", "FlashInfer"]
+    alike = opened("auto", store(), modules, ranks=GatheredRanks([both, both]))
+    assert set(alike.libraries) == {"flash-attn", "flashinfer"} and alike.ranks is not None
+    for ranks, has_equal_parts in (
+        (GatheredRanks([both, both[:1]]), True),
+        (GatheredRanks([both, both]), False),
+    ):
+        found = opened("auto", store(), modules, ranks=ranks, has_equal_parts=has_equal_parts)
+        assert not found.libraries and "different libraries or parts of different sizes" in str(found)
+
+
+def test_choices_of_prompts_have_a_file_for_each_kind_of_store(opened):
+    first, again, other = (
+        opened("auto", kv, ["flashinfer"]) for kv in (store(), store(), store(page_size=16))
+    )
+    assert first.file.path == again.file.path != other.file.path
+    assert first.file.path.name.startswith("prefill-")
+
+
+def test_a_restart_makes_the_same_choices_of_prompts(tmp_path, monkeypatch):
+    """With other times, and with what an engine reads in place of a measurement."""
+    monkeypatch.setattr(room, "HEAD_DIMS", (8,))
+    monkeypatch.setattr(choice_file, "folder", lambda: tmp_path)
+    first, _ = measured(torch=3e-4, flash_attn=2e-4, flashinfer=1e-4)
+    first.file = ChoiceFile("prefill", {})
+    warmed_up(first)
+    again, modules = measured(torch=1e-4, flash_attn=2e-4, flashinfer=3e-4)
+    again.file = ChoiceFile("prefill", {})
+    warmed_up(again)
+    assert again.table == first.table and not again.timer.calls
+    assert {choice.backend for choice in again.table.values()} == {"flashinfer"}
+    assert modules["flashinfer"].calls and not modules["flash-attn"].calls
+    num_sizes = len(again.table)
+    assert again.origin() == [
+        f"{num_sizes} of {num_sizes} sizes read from {again.file.path}, where all are kept"
+    ]
 
 
 def test_auto_leaves_out_what_computes_no_layer_and_what_is_broken(opened, tmp_path, caplog):

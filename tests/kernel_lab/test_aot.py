@@ -10,6 +10,7 @@ import pytest
 
 from eagle_kit.ops.capability import facts_of
 from kernel_lab.aot import resident_programs
+from kernel_lab.ptx import allocates_first
 from kernel_lab.variant import SHIPPED
 
 pytest.importorskip("triton")
@@ -140,11 +141,15 @@ for variant in (
 """
 
 
-def run(*command: str) -> list[dict]:
+def lines_of(*command: str) -> list[str]:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
     assert done.stdout, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
+
+
+def run(*command: str) -> list[dict]:
+    return [json.loads(line) for line in lines_of(*command)]
 
 
 def test_faults_are_found(tmp_path):
@@ -173,6 +178,16 @@ def test_faults_are_found(tmp_path):
     assert reports["waits for nothing"]["faults"] == ["griddepcontrol without PDL"]
 
 
+def test_tensor_memory_is_taken_before_the_next_launch_starts():
+    start = "griddepcontrol.launch_dependents;"
+    take = "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], 64;"
+    give = "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;"
+    assert allocates_first("\n".join([take, give, start]))
+    assert allocates_first("\n".join([start, "ret;"])) and allocates_first(take)
+    assert not allocates_first("\n".join([start, take, give]))
+    assert not allocates_first("\n".join([take, start, take]))
+
+
 FIRST = """
 import dataclasses, json
 from kernel_lab.aot import compile_variant, kernel_modules, operation_of, load_variants
@@ -189,6 +204,50 @@ def test_the_first_variant_of_every_kernel_compiles(tmp_path):
     script.write_text(FIRST)
     reports = run(str(script))
     assert [(r["name"], r["faults"]) for r in reports if r["faults"]] == [] and len(reports) > 10
+
+
+LATENTS = """
+import sys
+from eagle_kit.ops.attention.mla import sizes
+from kernel_lab.aot import compile_variant, load_variants
+from kernel_lab.variant import SHIPPED
+
+chosen = sizes.fits_64_rows
+for arch in SHIPPED:
+    facts = sizes.DeviceFacts(132, arch, 0)
+    sizes.fits_64_rows = lambda facts: True
+    variants = load_variants("eagle_kit.ops.attention.mla.triton", arch)
+    (variant,) = [each for each in variants if each.name == "mla_attention bf16 keys bf16 rows 128 split"]
+    assert variant.constants["QUERIES"] == 64
+    print(int(chosen(facts)), int(not compile_variant(variant, arch).faults))
+"""
+
+
+def test_latents_have_as_many_query_rows_as_compile(tmp_path):
+    """With the version of Triton that is installed, on every capability. A version that is not listed takes
+    fewer rows everywhere, though some capabilities may have registers for more."""
+    from eagle_kit.ops.attention.mla.sizes import HOISTING_VERSIONS, VERSION
+
+    script = tmp_path / "latents.py"
+    script.write_text(LATENTS)
+    reports = [tuple(map(int, line.split())) for line in lines_of(str(script))]
+    chosen = [line[0] for line in reports]
+    compiled = [line[1] for line in reports]
+    assert len(reports) == len(SHIPPED)
+    assert chosen == (compiled if VERSION in HOISTING_VERSIONS else [0] * len(SHIPPED)), reports
+
+
+def test_the_sample_is_of_configurations_that_ship():
+    """It is what CI compiles with the Triton of torch's build for CUDA."""
+    from kernel_lab.aot import SAMPLE, kernel_modules, load_variants
+
+    shipped = {
+        (arch, variant.name)
+        for arch in SHIPPED
+        for module in kernel_modules()
+        for variant in load_variants(module, arch)
+    }
+    assert shipped.issuperset(SAMPLE) and len(SAMPLE) > 5
 
 
 @pytest.mark.nightly

@@ -2,13 +2,14 @@
 measurements.
 
 A warm-up measures, at the first call of each number of rows and kind of layer, with the arguments of that
-call. A choice is kept as long as the engine lives; sizes that never came up in a warm-up take ours. Drafts
-always take ours: the first positions of most of their stores are unused, and they have a layer or two.
+call. A choice is kept in a file; sizes that never came up in a warm-up take ours. Drafts always take ours:
+the first positions of most of their stores are unused, and they have a layer or two.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,16 @@ import torch
 from eagle_kit.config.engine import PrefillBackend
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.switches import VARIABLE, is_disabled
-from eagle_kit.engine.measured.choice import MeasuredChoices
+from eagle_kit.distributed.collectives import Ranks
+from eagle_kit.engine.measured.choice_file import ChoiceFile, device_key
+from eagle_kit.engine.measured.choices import MeasuredChoices
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PagedStore
+from eagle_kit.ops.attention import prefill
 from eagle_kit.ops.attention.prefill import PrefillPlan, PromptAttention, own_attention
 from eagle_kit.ops.attention.prefill.libraries import (
     LIBRARIES,
+    LibraryName,
     PrefillLibrary,
     StoreFacts,
     is_installed,
@@ -32,7 +37,11 @@ from eagle_kit.ops.attention.variant import AttentionVariant
 from eagle_kit.ops.backend import uses_triton
 from eagle_kit.ops.capability import device_facts
 from eagle_kit.ops.timing import Timer
+from eagle_kit.report.environment import package_versions
 
+SOURCES = (Path(prefill.__file__).parent,)
+"""Sources of our prompt attention: another kernel has another file of choices."""
+PACKAGES = ("flash-attn", "flash-attn-3", "flashinfer-python")
 OTHER = "Choose another prefill backend, or leave it at auto."
 logger = logging.getLogger(__name__)
 
@@ -73,6 +82,7 @@ class PrefillBackends(MeasuredChoices[PromptSize, str]):
         forced: name of the library for all layers; None chooses by measurement.
         left_out: sentences on why other libraries cannot be chosen, for people.
         timer: measures the seconds of a call on a device.
+        file, ranks: see :class:`MeasuredChoices`.
     """
 
     def __init__(
@@ -83,8 +93,10 @@ class PrefillBackends(MeasuredChoices[PromptSize, str]):
         forced: str | None = None,
         left_out: Sequence[str] = (),
         timer: Callable[[Callable[[], Any], torch.device], float] = time_attention,
+        file: ChoiceFile | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(file, ranks)
         self.default = default
         self.libraries = libraries
         self.forced = forced
@@ -136,9 +148,15 @@ class PrefillBackends(MeasuredChoices[PromptSize, str]):
         return [f"{size}: {choice}" for size, choice in sorted(self._choices.items())]
 
 
-def open_backends(name: PrefillBackend, store: PagedStore) -> PrefillBackends:
+def open_backends(
+    name: PrefillBackend, store: PagedStore, ranks: Ranks | None = None, *, has_equal_parts: bool = True
+) -> PrefillBackends:
     """Open the libraries that may attend to the prompts of ``store``: the one that is named, or with ``auto``
     all that are installed and can compute at least one of its layers. On a CPU none.
+
+    Args:
+        ranks: processes that choose together; None for one that chooses alone.
+        has_equal_parts: False if weights of ranks differ in shape; with ``auto`` prompts are then ours.
 
     Raises:
         UserError: a backend was named and is not there, is disabled, or cannot compute a layer of the store.
@@ -166,8 +184,8 @@ def open_backends(name: PrefillBackend, store: PagedStore) -> PrefillBackends:
         if reason := next(iter(reasons_against(library, store)), None):
             raise UserError(f"The target cannot be prefilled by {name}: {library.title} {reason}.", OTHER)
         return PrefillBackends(default, {name: library}, forced=name)
-    libraries: dict[str, PrefillLibrary] = {}
-    left_out = []
+    libraries: dict[LibraryName, PrefillLibrary] = {}
+    left_out: list[str] = []
     for each in LIBRARIES:
         if not is_installed(each):
             left_out.append(f"{each} is not installed")
@@ -183,7 +201,41 @@ def open_backends(name: PrefillBackend, store: PagedStore) -> PrefillBackends:
             left_out.append(f"{library.title} {reasons[0]}")
         else:
             libraries[each] = library
-    return PrefillBackends(default, libraries, left_out=left_out)
+    return _measured_backends(default, libraries, left_out, store, ranks, has_equal_parts)
+
+
+def _measured_backends(
+    default: str,
+    libraries: dict[LibraryName, PrefillLibrary],
+    left_out: list[str],
+    store: PagedStore,
+    ranks: Ranks | None,
+    has_equal_parts: bool,
+) -> PrefillBackends:
+    """Backends that are chosen by measurement, with the file of their choices. Ranks that cannot choose
+    together have no library."""
+    # Libraries that every rank has.
+    titles = [library.title for library in libraries.values()]
+    if ranks is not None and not (has_equal_parts and all(each == titles for each in ranks.all(titles))):
+        left_out = [*left_out, "the ranks have different libraries or parts of different sizes"]
+        libraries = {}
+    named = {str(name): library for name, library in libraries.items()}
+    if not libraries:
+        return PrefillBackends(default, named, left_out=left_out, ranks=ranks)
+
+    # The first rank reads and writes the file.
+    file = None
+    if ranks is None or ranks.is_first:
+        assert isinstance(store, PagedKV)
+        facts = store_facts(store)._replace(num_values=0)  # whose size does not change the times
+        key = {
+            **device_key(store.device, SOURCES),
+            **package_versions(PACKAGES),
+            "libraries": ", ".join(titles),
+            "store": str(facts),
+        }
+        file = ChoiceFile("prefill", key)
+    return PrefillBackends(default, named, left_out=left_out, file=file, ranks=ranks)
 
 
 def num_layers(store: PagedStore) -> int:

@@ -186,13 +186,15 @@ def _combine(parts, ids, weights, out, num_experts, chosen, hidden, BLOCK: tl.co
 
 class ExpertBlocks(NamedTuple):
     """Tile sizes in rows, outputs and inputs, and launch options. The tiles take at most 72 KB: one program
-    fits on a multiprocessor of 99 KB, two or more on others."""
+    fits on a multiprocessor of 99 KB, two or more on others. Without a bound on the registers of a thread the
+    assembler may spill a few bytes, so that one program more could fit."""
 
     rows: int
     outputs: int
     block: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def choose_blocks(pairs_per_expert: float, itemsize: int, *, narrow: bool = False) -> ExpertBlocks:
@@ -207,8 +209,9 @@ def choose_blocks(pairs_per_expert: float, itemsize: int, *, narrow: bool = Fals
         rows = 64
     if not narrow:
         return ExpertBlocks(rows, 64, 128 // itemsize, 4, 3)
-    outputs, width = (64, 256) if rows < 64 else (32, 128)
-    return ExpertBlocks(rows, outputs, width // itemsize, 4, 3)
+    if rows == 64:
+        return ExpertBlocks(rows, 32, 128 // itemsize, 4, 3, 255)
+    return ExpertBlocks(rows, 64, 256 // itemsize, 4, 3)
 
 
 def _operands(
@@ -263,6 +266,7 @@ def routed_experts(
         "BLOCK": blocks.block,
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
+        "maxnreg": blocks.max_registers,
     }
     most_blocks = pairs // blocks.rows + min(experts, pairs)
 

@@ -15,6 +15,7 @@ from eagle_kit.core.process import num_cores, warn_of_spinning
 from eagle_kit.data.hidden_states.manifest import read_manifest
 from eagle_kit.distributed.heartbeat import Heartbeat, launched_store
 from eagle_kit.ops.cpu.memory import keep_large_blocks
+from eagle_kit.ops.linear.reductions import add_up_in_fp32
 from eagle_kit.train.parallel.placement import PATIENCE
 from eagle_kit.train.run.trackers import tracker_options
 
@@ -129,12 +130,14 @@ def _is_on_cpu() -> bool:
 
 
 def _set_up(device: torch.device, config: TrainConfig) -> None:
-    """Set memory and threads of a CPU, or TF32 of a GPU."""
+    """Set memory and threads of a CPU, or how a GPU multiplies."""
     if device.type == "cpu":
         keep_large_blocks()
         _share_cores(config.training.cpu_threads)
         warn_of_spinning(torch.get_num_threads())
-    elif config.training.precision == "tf32":
+        return
+    add_up_in_fp32()  # as the engine of a validation does, so that a resumed run is the uninterrupted one
+    if config.training.precision == "tf32":
         torch.set_float32_matmul_precision("high")
 
 

@@ -65,6 +65,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
             "GROUPED": "blocks" in scaling,
         }
         options: dict[str, Any] = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+        options["max_registers"] = blocks.max_registers
         types = {"": kind, **routing}
         if scaling:
             types |= {"weight": f"*{fp8}", "scales": "*fp32"}

@@ -16,7 +16,10 @@ _INTEGERS = (
     "row_stride",
     "table_stride",
     "splits",
+    "usual_splits",
+    "longest_part",
 )
+_MERGED_INTEGERS = ("num_rows", "num_keys", "first_position", "splits", "usual_splits", "longest_part")
 
 
 def variants(facts: DeviceFacts) -> list[Variant]:
@@ -82,7 +85,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                 **dict.fromkeys(("partial", "lse"), "*fp32"),
                 **dict.fromkeys(("prefix_lens", "kv_lens"), "*i64"),
                 "out": "*bf16",
-                **dict.fromkeys(("num_rows", "num_keys", "first_position", "splits"), "i32"),
+                **dict.fromkeys(_MERGED_INTEGERS, "i32"),
             },
             {
                 "LATENT": 512,

@@ -36,6 +36,7 @@ def _variant(
         },
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        max_registers=blocks.max_registers,
         wgmma=blocks.m >= 64,
         programs=blocks.resident,
         narrow=narrow_loads(blocks, store),

@@ -48,6 +48,10 @@ def _variant(
         constants,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        max_registers=blocks.max_registers,
+        spills="two registers; with one stage, which needs none, each block of keys would be waited for"
+        if facts.capability == 100 and size == 256 and constants.get("OWN") and of == "forward"
+        else "",
         wgmma=kind != "fp32",
         narrow="log-sums and limits of rows, which lie in L1" if of == "kv" else "",
         converts="limits of rows, beside products without tensor cores" if kind == "fp32" else "",

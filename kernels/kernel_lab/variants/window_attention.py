@@ -3,7 +3,9 @@
 from eagle_kit.ops.attention.window.merge import merge
 from eagle_kit.ops.attention.window.sizes import (
     MIN_KEYS,
+    Parts,
     WindowBlocks,
+    are_merged,
     block_d,
     choose_blocks,
     merged_rows,
@@ -34,15 +36,17 @@ def _variant(
 ) -> Variant:
     widths = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
     blocks = choose_blocks(nodes * group, size, widths[kind], widths[store], facts)
-    merged, parts = merged_rows(nodes * group, size, 8 if split else 1, blocks)
+    merged, parts = merged_rows(nodes * group, size, blocks)
+    if not split or not are_merged(Parts.even(8), min(nodes * group, blocks.m) * size):
+        merged = 0
     pair = values_per_element(blocks, widths[kind], widths[store])
     counts: tuple[str, ...] = ("num_rows", "store_rows", "table_stride", "bits_stride_b", "bits_stride_n")
-    counts += ("scratch_start", "scratch_stride", "num_keys")
+    counts += ("scratch_start", "scratch_stride", "num_keys", "usual_splits", "longest_part")
     return Variant(
         f"window_attention {kind} D{size} G{group} N{nodes} page {page}"
         + (" fp8" if store == "fp8e4nv" else "")
         + (" split" if split else "")
-        + (" merged" if split and merged else "")
+        + (" merged" if merged else "")
         + "".join(f" {name.lower()} {value}" for name, value in variant.items()),
         _window,
         {
@@ -65,11 +69,12 @@ def _variant(
             **{"MIN_BLOCKS": MIN_KEYS // blocks.n, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n},
             "BLOCK_D": block_d(size),
             **{"WINDOW": 0, "CHUNK": 0, "CAPPED": False, "SINKS": False},
-            **{"MERGED": merged if split else 0, "BLOCK_S": parts, "PDL": facts.starts_early},
+            **{"MERGED": merged, "BLOCK_S": parts, "PDL": facts.starts_early},
             **variant,
         },
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        max_registers=blocks.max_registers,
         wgmma=blocks.m >= 64,
         programs=blocks.resident,
         narrow=narrow_loads(blocks, store),
@@ -86,7 +91,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         merge,
         {
             **{"partial": "*fp32", "lse": "*fp32", "prefix_lens": "*i64", "out": "*bf16", "v_scale": "fp32"},
-            **dict.fromkeys(("num_rows", "num_keys", "splits"), "i32"),
+            **dict.fromkeys(("num_rows", "num_keys", "splits", "usual_splits", "longest_part"), "i32"),
         },
         {
             **{"G": 4, "HKV": 8, "D": 128, "MIN_BLOCKS": 2, "BLOCK_N": 64, "BLOCK_S": 16, "BLOCK_D": 128},
@@ -112,4 +117,5 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         _variant("bf16", 64, 8, 8, 16, "bf16", True, facts, WINDOW=128, SINKS=True),
         _variant("bf16", 256, 2, 8, 16, "bf16", True, facts, WINDOW=4096, CAPPED=True),
         _variant("bf16", 128, 5, 16, 16, "bf16", True, facts, CHUNK=8192),
+        _variant("bf16", 128, 5, 1, 16, "bf16", True, facts, CHUNK=8192),
     ]

@@ -5,8 +5,8 @@ keys. For scores s = scale log2(e) q . k it keeps m = max s, l = sum exp2(s - m)
 Each row of the store is loaded once and is both key and value. With one run, acc / l is the answer; otherwise
 acc / l and m + log2(l) are stored, and the runs are added up in their order with weights exp2(m + log2(l)):
 by the program of a block of query rows that arrives last by a counter, which it sets back to 0, where that is
-at most 128 KB (64 pairs of a query row and a run), and otherwise by a second launch with a program for each
-row.
+not too much for one program, and otherwise by a second launch with a program for each row
+(:func:`are_merged`).
 
 Keys are counted in columns: the prefix from ``first_position`` on, and the window's keys right behind it,
 which lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits.
@@ -29,10 +29,10 @@ import triton
 import triton.language as tl
 
 from eagle_kit.ops.attention.mla.plan import PagedWindowPlan
-from eagle_kit.ops.attention.mla.sizes import MAX_SPLITS, choose_blocks, choose_splits
+from eagle_kit.ops.attention.mla.sizes import MAX_SPLITS, choose_blocks, choose_parts
 from eagle_kit.ops.attention.online_softmax import LOG2_E
 from eagle_kit.ops.attention.window.plan import WindowPlan
-from eagle_kit.ops.attention.window.sizes import MERGED_NUMBERS, few_enough
+from eagle_kit.ops.attention.window.sizes import are_merged, few_enough
 from eagle_kit.ops.capability import device_facts
 from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
@@ -43,14 +43,20 @@ rows."""
 
 
 @triton.jit
-def _run(prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES: tl.constexpr):
-    """Number of prefix columns, first column, columns per run, and the column behind the last."""
+def _run(
+    prefix_lens, kv_lens, request, num_keys, first_position, splits, usual_splits, longest_part,
+    IN_PAGES: tl.constexpr,
+):  # fmt: skip
+    """Number of prefix columns, first column, columns per run, and the column behind the last. A run is one
+    of ``usual_splits``, at most ``longest_part`` columns, but there are no more than ``splits``."""
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     end = prefix + num_keys
     if IN_PAGES:
         end = tl.load(kv_lens + request).to(tl.int32)
     first = tl.minimum(prefix, first_position)
-    return prefix, first, tl.cdiv(tl.cdiv(end - first, splits), 64) * 64, end
+    columns = tl.minimum(tl.cdiv(end - first, usual_splits), longest_part)
+    columns = tl.maximum(columns, tl.cdiv(end - first, splits))
+    return prefix, first, tl.cdiv(columns, 64) * 64, end
 
 
 @triton.jit
@@ -109,11 +115,11 @@ def _store_latents(target, accs, factor, mask, PIECE: tl.constexpr):
         tl.store(target + piece * PIECE, (accs[piece] * factor).to(target.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_keys", "splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_keys", "splits", "usual_splits", "longest_part"])
 def _attend(
     q, rows, page_table, prefix_lens, kv_lens, ancestors, out, partial, lse, arrivals, scale, out_scale,
     num_rows, heads, num_nodes, num_keys, first_position, scratch_start, scratch_stride, row_stride,
-    table_stride, splits,
+    table_stride, splits, usual_splits, longest_part,
     PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, IN_PAGES: tl.constexpr, PRECISION: tl.constexpr,
     MERGED: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
@@ -139,7 +145,7 @@ def _attend(
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     prefix, first, columns, end = _run(
-        prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES
+        prefix_lens, kv_lens, request, num_keys, first_position, splits, usual_splits, longest_part, IN_PAGES
     )
     begin = first + split * columns
     if begin >= end:
@@ -229,7 +235,9 @@ def _attend(
             latents = new_latents
 
     # Number of runs that have keys: some programs had none.
-    _, first, columns, last = _run(prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES)
+    _, first, columns, last = _run(
+        prefix_lens, kv_lens, request, num_keys, first_position, splits, usual_splits, longest_part, IN_PAGES
+    )
     num_runs = tl.cdiv(last - first, columns)
     factor = tl.expand_dims(out_scale / tl.where(row_sum > 0.0, row_sum, 1.0), AXIS)
     mask = tl.expand_dims(is_row, AXIS)
@@ -256,16 +264,19 @@ def _attend(
         _store_latents(out + tl.expand_dims(row_at, AXIS) * LATENT + d_at, accs, factor, mask, PIECE)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "splits", "usual_splits", "longest_part"])
 def _merge(
-    partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_position, splits,
+    partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_position, splits, usual_splits,
+    longest_part,
     LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, IN_PAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the runs of one query row. Grid ``(N * H, B)``."""
     wait_for_launch(PDL)
     request = tl.program_id(1).to(tl.int64)
-    _, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES)
+    _, first, columns, end = _run(
+        prefix_lens, kv_lens, request, num_keys, first_position, splits, usual_splits, longest_part, IN_PAGES
+    )
     num_runs = tl.cdiv(end - first, columns)
     row = request * num_rows + tl.program_id(0)
     acc = _sum_of_runs(partial, lse, row * splits, num_runs, LATENT, MAX_SPLITS, BLOCK)
@@ -302,13 +313,15 @@ def mla_window_attention(
     facts = device_facts(q.device)
     blocks = choose_blocks(n * h, rows.element_size(), facts)
     programs = triton.cdiv(n * h, blocks.queries)
-    splits = choose_splits(b * programs, num_columns, facts.multiprocessors)
-    most = MERGED_NUMBERS // (min(n * h, blocks.queries) * latent_dim)
+    parts = choose_parts(b * programs, num_columns, facts.multiprocessors)
+    numbers = min(n * h, blocks.queries) * latent_dim
     has_counters = arrivals is not None and b * programs <= arrivals.numel()
     if has_counters:
-        splits = few_enough(splits, b * programs, num_columns, most, facts.multiprocessors)
-    merged = has_counters and 1 < splits <= most
+        parts = few_enough(parts, b * programs, num_columns, numbers, facts.multiprocessors)
+    splits = parts.most
+    merged = has_counters and splits > 1 and are_merged(parts, numbers)
 
+    parts_of_grid = (parts.most, parts.usual, parts.longest)
     early = launch_options(q.device)
     in_pages = kv_lens is not None
     lens = (prefix_lens, kv_lens if in_pages else prefix_lens)
@@ -338,7 +351,7 @@ def mla_window_attention(
         scratch_stride,
         rows.stride(0),
         page_table.stride(0),
-        splits,
+        *parts_of_grid,
         PAGE=page_size,
         LATENT=latent_dim,
         ROPE=dim - latent_dim,
@@ -363,7 +376,7 @@ def mla_window_attention(
             n * h,
             num_keys,
             first_position,
-            splits,
+            *parts_of_grid,
             LATENT=latent_dim,
             MAX_SPLITS=MAX_SPLITS,
             BLOCK=8,

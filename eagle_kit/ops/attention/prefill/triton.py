@@ -195,6 +195,7 @@ def paged_prefill_attention_op(
         SINKS=sinks is not None,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        maxnreg=blocks.max_registers,
     )
     return out
 

@@ -362,12 +362,15 @@ def _backward_kv(
 
 
 class TTTBlocks(NamedTuple):
-    """Rows (M) and keys (N) of a program, warps and pipeline stages."""
+    """Rows (M) and keys (N) of a program, warps, pipeline stages, and a bound on the registers of a thread.
+
+    Without a bound the assembler may spill a few bytes, so that another program could fit."""
 
     m: int
     n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 # Half types, by kernel and head size: blocks where warps multiply in groups, and where not.
@@ -385,7 +388,8 @@ _HALF = {
 
 
 def _blocks(kernel: str, block_d: int, itemsize: int, facts: DeviceFacts) -> TTTBlocks:
-    """The largest blocks that neither Triton 3.6 nor 3.9 spills registers for.
+    """The largest blocks that neither Triton 3.6 nor later ones spill registers for; 3.7 spills two where a
+    program of B200 has heads of 256 and own keys.
 
     Two warpgroups share an SM of Hopper, 64 rows of a matrix instruction each. The accumulators of dk and dv
     leave room for 32 rows at a time at head size 128, and for 16 at 256; the side of the block that the loop
@@ -398,6 +402,8 @@ def _blocks(kernel: str, block_d: int, itemsize: int, facts: DeviceFacts) -> TTT
         return TTTBlocks(16, 32, 4, 2) if block_d <= 64 else TTTBlocks(16, 16, 8, 2)
     in_groups, others = _HALF[kernel, max(block_d, 64)]
     blocks = in_groups if facts.multiplies_in_groups else others
+    if kernel == "forward" and block_d >= 128 and not facts.multiplies_in_groups:
+        blocks = blocks._replace(max_registers=255)  # one program fits by its shared memory
 
     # Bytes of a row. Rows are loaded in pairs: keys with values, queries with gradients.
     row_bytes = block_d * itemsize
@@ -435,12 +441,13 @@ def _constants(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
     return {"HQ": hq, "HKV": k.shape[1], "D": d, "BLOCK_D": max(triton.next_power_of_2(d), 16)}
 
 
-def _launch(blocks: TTTBlocks) -> dict[str, int]:
+def _launch(blocks: TTTBlocks) -> dict[str, int | None]:
     return {
         "BLOCK_M": blocks.m,
         "BLOCK_N": blocks.n,
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
+        "maxnreg": blocks.max_registers,
     }
 
 

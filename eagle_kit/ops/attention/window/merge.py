@@ -13,13 +13,17 @@ from eagle_kit.ops.dependent_launch import wait_for_launch
 
 @triton.jit
 def share(
-    prefix, num_keys, splits,
+    prefix, num_keys, splits, usual_splits, longest_part,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """First block of a request that is read, the number of blocks up to its end, and the blocks of a part."""
+    """First block of a request that is read, the number of blocks up to its end, and the blocks of a part:
+    one of ``usual_splits``, at most ``longest_part`` columns, but no more than ``splits`` parts
+    (:class:`~eagle_kit.ops.attention.window.sizes.Parts`)."""
     first_block = first_seen(prefix, WINDOW, CHUNK) // BLOCK_N
     num_blocks = tl.cdiv(prefix + num_keys, BLOCK_N)
-    return first_block, num_blocks, tl.maximum(tl.cdiv(num_blocks - first_block, splits), MIN_BLOCKS)
+    blocks = num_blocks - first_block
+    part_blocks = tl.minimum(tl.cdiv(blocks, usual_splits), longest_part // BLOCK_N)
+    return first_block, num_blocks, tl.maximum(tl.maximum(part_blocks, tl.cdiv(blocks, splits)), MIN_BLOCKS)
 
 
 @triton.jit
@@ -57,9 +61,9 @@ def merge_rows(
     return acc, tl.where(row_sum > 0.0, row_sum, 1.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "splits", "usual_splits", "longest_part"])
 def merge(
-    partial, lse, prefix_lens, out, v_scale, num_rows, num_keys, splits,
+    partial, lse, prefix_lens, out, v_scale, num_rows, num_keys, splits, usual_splits, longest_part,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, MIN_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -71,7 +75,9 @@ def merge(
 
     # Number of parts that were written, as the first launch has computed it.
     prefix = tl.load(prefix_lens + request).to(tl.int32)
-    first_block, num_blocks, part_blocks = share(prefix, num_keys, splits, WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS)
+    first_block, num_blocks, part_blocks = share(
+        prefix, num_keys, splits, usual_splits, longest_part, WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS
+    )
     parts = tl.cdiv(num_blocks - first_block, part_blocks)
 
     # Merge them and store the row.

@@ -7,15 +7,16 @@ A request attends to columns ``0 .. prefix + M - 1``: its prefix, then its windo
 
 and parts p merge to ``sum_p exp2(L_p - max L) o_p / sum_p exp2(L_p - max L)``, times ``v_scale``.
 
-The N x G query rows that share a key head are one tile of matrix rows (padded to 16; more tiles from 128 on),
-so that a key is read once per window. Columns are taken in blocks. Blocks inside the prefix are not masked;
-the rest is one or two blocks, the end of the prefix with the window directly behind it, masked by ancestor
-bits. A program takes an even share of the blocks of its request, whose length it reads on the device: the
-grid depends only on sizes known to the host, and a program without a share returns at once.
+The N x G query rows that share a key head are one tile of matrix rows (padded to 16; more tiles from 128
+on), so that a key is read once per window. Columns are taken in blocks. Blocks inside the prefix are not
+masked; the rest is one or two blocks, the end of the prefix with the window directly behind it, masked by
+ancestor bits. A program takes an even share of the blocks of its request, whose length it reads on the
+device: the grid depends only on sizes known to the host, and a program without a share returns at once. The
+grid has parts for the longest request that there may be; shorter ones have fewer (:class:`Parts`).
 
 Parts are merged in their order, whoever does it: the program of a tile that arrives last by a counter, which
 it sets back to 0 for the next launch, or a second launch where that is one program's work for too long
-(:func:`merged_rows`). A request that has only one part writes its result at once.
+(:func:`are_merged`). A request that has only one part writes its result at once.
 
 With limits, blocks before all that the nodes may attend to are not read, and those at the border are masked.
 A soft cap c gives scores ``c tanh(scale q k / c)``; a sink is the score that the first part begins with.
@@ -50,13 +51,14 @@ from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 from eagle_kit.ops.attention.window.merge import merge, merge_rows, share
 from eagle_kit.ops.attention.window.plan import WindowPlan
 from eagle_kit.ops.attention.window.sizes import (
-    MERGED_NUMBERS,
     MIN_KEYS,
+    Parts,
+    are_merged,
     block_d,
     choose_blocks,
+    choose_parts,
     few_enough,
     merged_rows,
-    num_splits,
     values_per_element,
 )
 from eagle_kit.ops.capability import device_facts
@@ -72,12 +74,14 @@ from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
         "scratch_start",
         "scratch_stride",
         "num_keys",
+        "usual_splits",
+        "longest_part",
     ]
 )
 def _window(
     q, k_rows, v_rows, page_table, prefix_lens, ancestors, sinks, out, partial, lse, arrivals,
     factor, cap, v_scale, num_rows, store_rows, table_stride, bits_stride_b, bits_stride_n,
-    scratch_start, scratch_stride, num_keys,
+    scratch_start, scratch_stride, num_keys, usual_splits, longest_part,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr,
     FIRST: tl.constexpr, SPLIT: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
@@ -100,7 +104,7 @@ def _window(
     # Blocks of this part, begin .. end - 1.
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     first_block, num_blocks, part_blocks = share(
-        prefix, num_keys, tl.num_programs(1), WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS
+        prefix, num_keys, tl.num_programs(1), usual_splits, longest_part, WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS
     )
     begin = first_block + part * part_blocks
     if begin >= num_blocks:
@@ -245,34 +249,38 @@ def window_attention_op(
     splits: int | None = None,
 ) -> torch.Tensor:
     """Window attention of ``q [B, N, Hq, D]`` and a store, both contiguous; ``splits`` overrides
-    :func:`num_splits`. Without ``arrivals``, parts are merged by a second launch."""
+    :func:`choose_parts`. Without ``arrivals``, parts are merged by a second launch."""
     b, nodes, hq, d = q.shape
     hkv, store_rows, _ = k_rows.shape
     out = torch.empty_like(q)
     if q.numel() == 0:
         return out
 
-    # Tiles, and the number of parts of a request.
+    # Tiles, and the parts of a request.
     rows = nodes * (hq // hkv)
     facts = device_facts(q.device)
     blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), facts)
     tiles = triton.cdiv(rows, blocks.m)
-    if splits is None:
+    numbers = min(rows, blocks.m) * d
+    has_counters = arrivals is not None and b * hkv * tiles <= arrivals.numel()
+    if splits is not None:
+        parts = Parts.even(splits)
+    else:
         span = Limits(*limits).span(num_keys + blocks.n)
         columns = min(num_columns, span or num_columns)
-        splits = num_splits(b, hkv, columns, rows, blocks, facts.multiprocessors)
-        if arrivals is not None:
-            most = MERGED_NUMBERS // (min(rows, blocks.m) * d)
-            splits = few_enough(splits, b * hkv * tiles, columns, most, facts.multiprocessors)
+        parts = choose_parts(b, hkv, columns, rows, blocks, facts.multiprocessors)
+        if has_counters:
+            parts = few_enough(parts, b * hkv * tiles, columns, numbers, facts.multiprocessors)
 
     # Partial results, and who merges them.
+    is_split = parts.most > 1
     partial = out
     lse = out
-    if splits > 1:
-        partial = q.new_empty(b, hkv, splits, rows, d, dtype=torch.float32)
-        lse = q.new_empty(b, hkv, splits, rows, dtype=torch.float32)
-    merged, parts = merged_rows(rows, d, splits, blocks)
-    if splits == 1 or arrivals is None or b * hkv * tiles > arrivals.numel():
+    if is_split:
+        partial = q.new_empty(b, hkv, parts.most, rows, d, dtype=torch.float32)
+        lse = q.new_empty(b, hkv, parts.most, rows, dtype=torch.float32)
+    merged, parts_at_a_time = merged_rows(rows, d, blocks)
+    if not (is_split and has_counters and are_merged(parts, numbers)):
         merged = 0
 
     factor, cap = score_factors(scale, soft_cap)
@@ -288,7 +296,7 @@ def window_attention_op(
         "CHUNK": limits[1],
         **launch_options(q.device),
     }
-    _window[(tiles * hkv, splits, b)](
+    _window[(tiles * hkv, parts.most, b)](
         q,
         k_rows,
         v_rows.view(torch.int16) if pair == 2 else v_rows,
@@ -311,20 +319,23 @@ def window_attention_op(
         scratch_start,
         scratch_stride,
         num_keys,
+        parts.usual,
+        parts.longest,
         **shape,
         PAIR=pair,
         PAGE=page_size,
         FIRST=first_position,
-        SPLIT=splits > 1,
+        SPLIT=is_split,
         BLOCK_M=blocks.m,
         CAPPED=soft_cap is not None,
         SINKS=sinks is not None,
         MERGED=merged,
-        BLOCK_S=parts,
+        BLOCK_S=parts_at_a_time,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        maxnreg=blocks.max_registers,
     )
-    if splits > 1 and not merged:
+    if is_split and not merged:
         merge[(rows, hkv, b)](
             partial,
             lse,
@@ -333,7 +344,9 @@ def window_attention_op(
             v_scale,
             rows,
             num_keys,
-            splits,
+            parts.most,
+            parts.usual,
+            parts.longest,
             **shape,
             BLOCK_S=16,
             num_warps=4,

@@ -14,6 +14,8 @@ from torch._subclasses import FakeTensorMode
 from eagle_kit.ops.attention.mla import mla_window_attention
 from eagle_kit.ops.attention.mla.sizes import MLABlocks
 from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, chain_bits
+from eagle_kit.ops.attention.window import sizes as window_sizes
+from eagle_kit.ops.attention.window.sizes import Parts
 from eagle_kit.ops.capability import facts_of
 
 LATENT, ROPE = 64, 16
@@ -167,7 +169,7 @@ def test_every_form_tile_and_number_of_runs(
     triton_device, kernels, monkeypatch, queries, keys, splits, swapped
 ):
     monkeypatch.setattr(kernels, "choose_blocks", lambda *_: MLABlocks(queries, keys, swapped, 4, 2))
-    monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(kernels, "choose_parts", lambda *_: Parts.even(splits))
     q, rows, plan = Case((150, 0), 5, 5, 4, seed=3).build(triton_device)
     check(q, rows, plan, TOLERANCE[torch.float32])
 
@@ -190,8 +192,8 @@ def test_the_last_program_of_a_block_adds_up_its_runs_as_a_second_launch_does(
     from races import detect_races
 
     monkeypatch.setattr(kernels, "choose_blocks", lambda *_: MLABlocks(queries, 32, swapped, 4, 2))
-    monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
-    monkeypatch.setattr(kernels, "few_enough", lambda splits, *_: splits)
+    monkeypatch.setattr(kernels, "choose_parts", lambda *_: Parts.even(splits))
+    monkeypatch.setattr(kernels, "few_enough", lambda parts, *_: parts)
     q, rows, plan = case.build(triton_device)
     expected = check(q, rows, plan, TOLERANCE[case.dtype])
     monkeypatch.setattr(kernels, "_merge", None)
@@ -205,8 +207,8 @@ def test_the_last_program_of_a_block_adds_up_its_runs_as_a_second_launch_does(
 
 def test_wide_blocks_are_added_up_by_a_second_launch(triton_device, kernels, monkeypatch):
     """64 query rows of 512 in two runs are 256 KB; and fewer counters than blocks are not used."""
-    monkeypatch.setattr(kernels, "choose_splits", lambda *_: 2)
-    monkeypatch.setattr(kernels, "MERGED_NUMBERS", 2 * 16 * LATENT - 1)
+    monkeypatch.setattr(kernels, "choose_parts", lambda *_: Parts.even(2))
+    monkeypatch.setattr(window_sizes, "MERGED_NUMBERS", 2 * 16 * LATENT - 1)
     counters = torch.zeros(99, dtype=torch.int32, device=triton_device)
     q, rows, plan = Case((150,), 4, 4, 4).build(triton_device)
     monkeypatch.setattr(kernels, "_merge", None)
@@ -234,7 +236,7 @@ def test_a_block_of_query_rows_loads_each_key_once(triton_device, kernels, monke
     blocks = -(-nodes * heads // chosen.queries)
     assert blocks == 1 or nodes * heads > 32
     monkeypatch.setattr(kernels, "choose_blocks", lambda *_: chosen)
-    monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(kernels, "choose_parts", lambda *_: Parts.even(splits))
     q, rows, plan = Case((70, 5), nodes, nodes, heads, page_size=3).build(triton_device)
     plain, loads = InterpreterBuilder.create_masked_load, torch.zeros(len(rows), LATENT + ROPE)
 
@@ -257,7 +259,7 @@ def test_a_block_of_query_rows_loads_each_key_once(triton_device, kernels, monke
 
 def test_more_columns_than_keys_leave_empty_runs(triton_device, kernels):
     q, rows, plan = Case((3, 200), 2, 2, 3, columns=1500).build(triton_device)
-    assert kernels.choose_splits(2, 1500, 132) > 4
+    assert kernels.choose_parts(2, 1500, 132).usual > 4
     check(q, rows, plan, TOLERANCE[torch.float32])
 
 
@@ -335,12 +337,35 @@ def test_fake_tensors_pass():
 
 
 def test_sizes_are_chosen_by_what_the_host_knows():
-    from eagle_kit.ops.attention.mla.sizes import MAX_SPLITS, choose_blocks, choose_splits
+    from eagle_kit.ops.attention.mla.sizes import MAX_SPLITS, choose_blocks, choose_parts
 
     assert [choose_blocks(rows, 2, facts_of(90)).queries for rows in (1, 16, 17, 32)] == [16, 16, 32, 32]
     assert choose_blocks(8, 2, facts_of(90)).swapped and not choose_blocks(8, 2, facts_of(80)).swapped
-    assert choose_splits(1, 64, 132) == 1 and choose_splits(1, 1, 132) == 1
-    assert 60 <= choose_splits(2, 32768, 132) <= 66  # one wave
-    assert 100 < choose_splits(1, 10**6, 132) <= MAX_SPLITS
-    assert choose_splits(132, 32768, 132) == 1
-    assert choose_splits(1, 1024, 132) <= 16
+    assert choose_parts(1, 64, 132).most == 1 == choose_parts(1, 1, 132).most
+    assert 60 <= choose_parts(2, 32768, 132).usual <= 66  # one wave
+    assert 100 < choose_parts(1, 10**6, 132).usual <= MAX_SPLITS
+    assert choose_parts(132, 4096, 132).most == 1
+    assert choose_parts(1, 1024, 132).usual <= 16
+
+
+def test_a_long_request_of_a_full_batch_has_more_runs_than_the_others(triton_device, kernels, monkeypatch):
+    """A batch that fills the device in one run each may hold a request of 100,000 tokens."""
+    from eagle_kit.ops.attention.mla.sizes import choose_parts
+
+    assert choose_parts(132, 32768, 132) == (1, 8, 4096)
+    assert choose_parts(64, 131072, 132) == (2, 32, 4096)
+    assert choose_parts(528, 131072, 132) == (1, 8, 16384)  # 32 rounds of programs
+
+    monkeypatch.setattr(kernels, "choose_blocks", lambda *_: MLABlocks(16, 32, True, 4, 2))
+    monkeypatch.setattr(kernels, "choose_parts", lambda *_: Parts(1, 4, 128))
+    q, rows, plan = Case((400, 60, 0, 129), 3, 5, 2, first_position=1).build(triton_device)
+    by_launch = check(q, rows, plan, TOLERANCE[torch.float32])
+    counters = torch.zeros(99, dtype=torch.int32, device=triton_device)
+    counted = dataclasses.replace(plan, arrivals=counters)
+    assert torch.equal(check(q, rows, counted, TOLERANCE[torch.float32]), by_launch)
+    assert not counters.any()
+
+    # The bits of short requests are those of one run.
+    monkeypatch.setattr(kernels, "choose_parts", lambda *_: Parts.even(1))
+    whole = check(q, rows, plan, TOLERANCE[torch.float32])
+    assert [torch.equal(whole[b], by_launch[b]) for b in range(4)] == [False, True, True, False]

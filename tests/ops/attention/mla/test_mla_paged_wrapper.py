@@ -153,8 +153,9 @@ def test_more_queries_than_a_window_has_are_cut_and_a_plan_can_follow_another(ca
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_half_types_and_fp8_caches_in_runs_of_keys(triton_device, monkeypatch, stored):
     from eagle_kit.ops.attention.mla import triton
+    from eagle_kit.ops.attention.window.sizes import Parts
 
-    monkeypatch.setattr(triton, "choose_splits", lambda *_: 3)
+    monkeypatch.setattr(triton, "choose_parts", lambda *_: Parts.even(3))
     case = Case([4, 2], [70, 12], 16, 5, torch.bfloat16, stored, triton_device)
     for backend in ("reference", "triton"):
         out = case.plan(True, backend).run(*case.operands)

@@ -265,16 +265,13 @@ class _Order:
 def test_the_last_program_merges_all_parts_in_their_order(triton_device, monkeypatch, case, splits):
     """Whichever program is the last, the bits are the same; counters are 0 again for the next launch. New
     memory is NaN, so a part that was read before it was written would show."""
-    from eagle_kit.ops.attention.window.sizes import choose_blocks, merged_rows
+    from eagle_kit.ops.attention.window.sizes import Parts, are_merged
     from eagle_kit.ops.attention.window.triton import window_attention_op
 
     case = replace(case, rows=[])
     q, k, v, p = case.make(torch.float32, triton_device)
     rows = case.nodes * case.heads[0] // case.heads[1]
-    assert (
-        splits > 17
-        or merged_rows(rows, case.size, splits, choose_blocks(rows, case.size, 4, 4, facts_of(90)))[0]
-    )
+    assert splits > 17 or are_merged(Parts.even(splits), rows * case.size)
     arrivals = torch.zeros(99, dtype=torch.int32, device=triton_device)
     found = []
     order = _Order(monkeypatch) if triton_device == "cpu" else None
@@ -298,19 +295,59 @@ def test_the_last_program_merges_all_parts_in_their_order(triton_device, monkeyp
 
 
 def test_wide_windows_are_merged_by_a_launch_of_their_own():
-    """A program reads at most 128 KB of partial results."""
+    """A program reads at most 128 KB of partial results, or 1 MB of a long request."""
     pytest.importorskip("triton")
-    from eagle_kit.ops.attention.window.sizes import choose_blocks, few_enough, merged_rows
+    from eagle_kit.ops.attention.window.sizes import Parts, are_merged, choose_blocks, few_enough, merged_rows
 
-    def rows_at_once(rows, splits, size=128):
-        return merged_rows(rows, size, splits, choose_blocks(rows, size, 2, 2, facts_of(90)))[0]
+    def rows_at_once(rows):
+        return merged_rows(rows, 128, choose_blocks(rows, 128, 2, 2, facts_of(90)))[0]
 
-    assert [rows_at_once(4, 64), rows_at_once(4, 65)] == [4, 0]
-    assert [rows_at_once(16, 16), rows_at_once(64, 4), rows_at_once(64, 8)] == [2, 2, 0]
-    assert few_enough(33, 8, 8192, 16) == 16  # 128 programs: nearly one on each of 132 multiprocessors
-    assert few_enough(33, 8, 8192, 4) == 33  # 32 programs would leave most of them idle
-    assert few_enough(33, 8, 131072, 16) == 33  # parts of more than 4,096 columns
-    assert few_enough(5, 8, 8192, 16) == 5
+    assert [rows_at_once(rows) for rows in (1, 4, 16, 64)] == [1, 4, 2, 2]
+    assert [are_merged(Parts.even(splits), 4 * 128) for splits in (64, 65)] == [True, False]
+    assert [are_merged(Parts.even(splits), 64 * 128) for splits in (4, 5)] == [True, False]
+    assert [are_merged(Parts(4, most, 4096), 64 * 128) for most in (32, 33)] == [True, False]
+    wide, rows_of_16, rows_of_64 = Parts(33, 33, 4096), 16 * 128, 64 * 128
+    assert few_enough(wide, 8, 8192, rows_of_16) == (16, 16, 4096)  # 128 programs: nearly one on each of 132
+    assert few_enough(wide, 8, 8192, rows_of_64) == wide  # 32 programs would leave most of them idle
+    assert few_enough(wide, 8, 131072, rows_of_16) == (16, 32, 4096)  # a long request keeps its parts
+    assert few_enough(Parts(5, 5, 4096), 8, 8192, rows_of_16) == (5, 5, 4096)
+
+
+def on_multiprocessors(monkeypatch, count):
+    """Let the kernels take their parts for a GPU of so many multiprocessors."""
+    from eagle_kit.ops.attention.window import triton as kernels
+
+    facts = facts_of(90)._replace(multiprocessors=count)
+    monkeypatch.setattr(kernels, "device_facts", lambda device: facts)
+
+
+@pytest.mark.parametrize("counters", [0, 99], ids=["a second launch", "the last program"])
+def test_a_long_request_has_more_parts_than_the_others(triton_device, monkeypatch, counters):
+    from eagle_kit.ops.attention.window import triton as kernels
+    from eagle_kit.ops.attention.window.sizes import Parts
+
+    case = Case((0, 60, 300, 700), 2, heads=(2, 1), first_position=1)
+    q, k, v, plan = case.make(torch.float32, triton_device)
+    plan = replace(plan, arrivals=torch.zeros(counters, dtype=torch.int32, device=triton_device))
+    monkeypatch.setattr(kernels, "choose_parts", lambda *_: Parts(2, 6, 128))
+    out = window_attention(q, k, v, plan, 0.25, backend="triton")
+    assert_close(out, case.expected(q, k, v, plan, 0.25), torch.float32)
+    assert not plan.arrivals.any()
+
+
+def test_a_full_batch_is_not_cut_for_the_sake_of_a_long_bound(triton_device, monkeypatch):
+    """The parts of short requests are those of a short bound, to the bit; partial results would cost as many
+    bytes as the keys."""
+    on_multiprocessors(monkeypatch, 1)
+    case = Case((300, 40, 500, 7), 2)
+    q, k, v, plan = case.make(torch.float32, triton_device)
+    plan = replace(plan, arrivals=torch.zeros(99, dtype=torch.int32, device=triton_device))
+    out = window_attention(q, k, v, replace(plan, num_columns=131072), 1.0, backend="triton")
+    short = window_attention(q, k, v, replace(plan, num_columns=502), 1.0, backend="triton")
+    first = {name: getattr(plan, name)[:1] for name in ("page_table", "prefix_lens", "ancestors")}
+    cut = window_attention(q[:1], k, v, replace(plan, **first), 1.0, backend="triton")
+    assert torch.equal(out, short)
+    assert not torch.equal(cut, out[:1]), "alone, the first request has parts"
 
 
 def test_it_equals_the_reference_on_expanded_and_strided_plans(triton_device):
@@ -363,23 +400,26 @@ def test_equal_sizes_are_computed_alike_whatever_the_company(triton_device):
 
 def test_the_number_of_parts_fills_the_machine_and_stays_small():
     pytest.importorskip("triton")
-    from eagle_kit.ops.attention.window.sizes import choose_blocks, num_splits
+    from eagle_kit.ops.attention.window.sizes import choose_blocks, choose_parts
 
     def parts(batch, columns, rows, kv_heads=8, sms=132):
-        return num_splits(batch, kv_heads, columns, rows, choose_blocks(rows, 128, 2, 2, facts_of(90)), sms)
+        return choose_parts(batch, kv_heads, columns, rows, choose_blocks(rows, 128, 2, 2, facts_of(90)), sms)
 
-    assert parts(1, 128, 4) == 1  # too short to be cut
-    assert 128 <= 8 * parts(1, 32768, 4) <= 2 * 132  # one request fills all multiprocessors
-    assert parts(64, 1024, 4) == 1  # a full batch needs no merge
-    assert parts(64, 131072, 4) == 32  # one long request must not keep the others waiting
-    assert parts(1, 2**20, 4, kv_heads=1) == 128
-    assert parts(0, 4096, 4) >= 1
-    assert parts(4, 8192, 4, sms=66) < parts(4, 8192, 4)
+    assert parts(1, 128, 4).most == 1  # too short to be cut
+    assert 128 <= 8 * parts(1, 32768, 4).usual <= 2 * 132  # one request fills all multiprocessors
+    assert parts(64, 1024, 4).most == 1  # a full batch needs no merge
+    assert parts(8, 131072, 4) == (4, 32, 4096)  # one long request must not keep the others waiting
+    assert parts(64, 8192, 4) == (1, 2, 4096)
+    assert parts(64, 131072, 4) == (1, 8, 16384)  # 16 rounds of programs, most of which find nothing
+    assert parts(1, 2**20, 4, kv_heads=1).most == 128
+    assert parts(0, 4096, 4).usual >= 1
+    assert parts(4, 8192, 4, sms=66).usual < parts(4, 8192, 4).usual
     for rows in (4, 32, 64, 128, 256):
         for batch in (1, 3, 8, 40, 200):
-            for columns in (64, 1000, 4096, 70000):
-                count = parts(batch, columns, rows)
-                assert count == 1 or columns / count >= min(128, rows)
+            for columns in (64, 1000, 4096, 70000, 131072):
+                usual, most, longest = parts(batch, columns, rows)
+                assert 1 <= usual <= most and most * longest >= columns
+                assert most == 1 or columns / most >= min(128, rows)
 
 
 def test_no_request_and_no_node(triton_device):
