@@ -1,18 +1,21 @@
-"""``python benchmarks engine --host``: the host's time a step, with a target whose cycles take
+"""``python benchmarks engine --host``: the host's time a step and a prompt, with a target whose cycles take
 the device little time.
 
 Engine, scheduler, slots, page pool, graphs, results and text are those that serve, one step behind. Before
 each step the device comes to rest, so that the host's own work is timed: a larger target's cycle has to last
-as long for the device not to rest.
+as long for the device not to rest. Times are also given as multiples of 1,000 calls of an empty operator in
+the same process, which differ less between machines.
 
 Legend: B requests, S steps.
 """
 
 import statistics
 import time
+import timeit
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,6 +61,11 @@ TINY = 8
 """Largest batch of a trial."""
 MARKS = {64: 500.0, 256: 1500.0}
 """Most microseconds of a step, by batch."""
+PROMPTS = 20
+"""Prompts of which the least time counts."""
+PROMPT_LENGTHS = (30, 128, 512)
+DEPTH = 4
+"""Layers by which the deeper of two targets exceeds the other: what a layer takes is their difference."""
 
 
 class Load(NamedTuple):
@@ -104,6 +112,11 @@ def main(options: Options) -> int:
         for load in loads()
         if load.batch <= (TINY if options.tiny else load.batch)
     ]
+    for tokens in PROMPT_LENGTHS:
+        facts = {"tokens": tokens}
+        made.append(Case("prompt", f"{tokens} tokens", partial(measure_prompt, tokens), facts))
+        eager = partial(measure_prompt, tokens, is_eager=True)
+        made.append(Case("prompt", f"{tokens} tokens, eager", eager, facts))
     return conduct(Benchmark("host", made, {"model": "one layer"}, host_targets), machine, options)
 
 
@@ -132,6 +145,7 @@ def measure(load: Load, machine: Machine, steps: int = STEPS) -> dict[str, Any]:
     figures = {
         "step us, least": min(step),
         "median": statistics.median(step),
+        IN_CALLS: min(step) / empty_calls_us(),
         "text us, least": min(text),
         "tokens a request": num_tokens / load.batch / num_steps,
         "torch operations": max(map(Counter.total, counted)),
@@ -140,9 +154,86 @@ def measure(load: Load, machine: Machine, steps: int = STEPS) -> dict[str, Any]:
     return {"figures": figures}
 
 
+def measure_prompt(
+    tokens: int, machine: Machine, repeats: int = PROMPTS, *, is_eager: bool = False
+) -> dict[str, Any]:
+    """Microseconds of a prompt of ``tokens`` alone, by a target of one layer and its head; the same as a
+    multiple of 1,000 empty calls; what a further layer takes of both; torch's operations of a prompt, and
+    blocks of memory that they allocate. A prompt is a replay of graphs, or eager."""
+    depths = (1, 1 + DEPTH)
+    engines = [_prompt_engine(machine, tokens, depth) for depth in depths]
+    if is_eager:
+        for engine in engines:
+            engine.runner.prompt_shapes = []
+    generator = torch.Generator().manual_seed(machine.seed)
+
+    # The two targets in turns, since the machine's speed may change.
+    times: list[list[float]] = [[], []]
+    for number in range(WARM_UPS // 10 + repeats):
+        for engine, found in zip(engines, times, strict=True):
+            start_prompt(engine, number, tokens, generator)
+            torch.cuda.synchronize(machine.device)
+            start = time.perf_counter()
+            engine.step()
+            found.append(1e6 * (time.perf_counter() - start))
+            _end_prompts(engine)
+    alone, deep = (min(found[-repeats:]) for found in times)
+    a_layer = (deep - alone) / DEPTH
+    calls_us = empty_calls_us()
+
+    # Counts of one prompt more.
+    start_prompt(engines[0], 0, tokens, generator)
+    num_allocations = allocations(engines[0].step)
+    _end_prompts(engines[0])
+    start_prompt(engines[0], 0, tokens, generator)
+    (counted,) = operations(engines[0], 1)
+    _end_prompts(engines[0])
+    figures = {
+        "prompt us, least": alone,
+        "median": statistics.median(times[0][-repeats:]),
+        IN_CALLS: alone / calls_us,
+        "a layer us": a_layer,
+        f"a layer {IN_CALLS}": a_layer / calls_us,
+        "torch operations": counted.total(),
+        "allocations": num_allocations,
+    }
+    return {"figures": figures}
+
+
+def start_prompt(engine: Engine, number: int, tokens: int, generator: torch.Generator) -> None:
+    """Add a request of ``tokens`` random tokens, which the next step of an engine that is at rest reads."""
+    prompt = torch.randint(1, VOCAB, (tokens,), generator=generator).tolist()
+    engine.add_request(Request(number, prompt, SamplingParams(max_tokens=1)))
+
+
+def _end_prompts(engine: Engine) -> None:
+    """Run an engine until it is at rest."""
+    while engine.scheduler.running or engine.num_waiting:
+        engine.step()
+    engine.drain()
+
+
+def _prompt_engine(machine: Machine, tokens: int, num_layers: int) -> Engine:
+    """An engine that caches no prefixes, of a target with ``num_layers``."""
+    model = replace(SMALL, num_layers=num_layers)
+    target, draft = make_models(model, VOCAB // 4, machine.device, machine.dtype, machine.seed)
+    shape = SpecShape.parse("3,1,4")
+    config = EngineConfig(
+        max_batch_size=1,
+        max_context=tokens + 64,
+        kv_tokens=2 * (tokens + 64),
+        prefix_cache=False,
+        shape=ShapeTable.parse(shape),
+    ).resolve(on_gpu=True, max_positions=SMALL.max_position_embeddings)
+    engine = Engine(target, draft, config)
+    engine.use_shape(shape)
+    return engine
+
+
 def host_targets(rows: Rows, counts: bool) -> list[Verdict]:
     """The marks of batches of 64 and 256."""
-    found = [(row["figures"]["step us, least"], row) for row in rows if row["status"] == "ok"]
+    steps = [row for row in rows if row["status"] == "ok" and "batch" in row]
+    found = [(row["figures"]["step us, least"], row) for row in steps]
     return [
         at_most(
             f"host: <= {mark / 1000} ms a step of {batch} requests, the least of many",
@@ -199,6 +290,27 @@ def words() -> Tokenizer:
 
 
 FROM_HOST = "aten.lift_fresh.default"
+IN_CALLS = "in 1,000 empty calls"
+_library = torch.library.Library("eagle_kit_benchmarks", "FRAGMENT")
+_library.define("nothing(Tensor x) -> ()")
+_library.impl("nothing", lambda x: None, "CPU")
+
+
+def empty_calls_us() -> float:
+    """Microseconds of 1,000 calls of an operator in Python that does nothing, the least of 20 times."""
+    nothing = torch.ops.eagle_kit_benchmarks.nothing.default
+    x = torch.zeros(1)
+    with torch.inference_mode():
+        return 1e6 * min(timeit.repeat(lambda: nothing(x), number=1000, repeat=20))
+
+
+def allocations(run: Callable[[], Any]) -> int:
+    """Blocks that torch's CUDA allocator hands out while ``run`` runs."""
+    name = "allocation.all.allocated"
+    before = torch.cuda.memory_stats()[name]
+    run()
+    found: int = torch.cuda.memory_stats()[name] - before
+    return found
 
 
 class _Counting(TorchDispatchMode):

@@ -8,7 +8,8 @@ Legend: B requests (padded), T packed prompt tokens, N window nodes, S draft ste
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from eagle_kit.core.sampling_params import MAX_LOGPROBS
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
-from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter, PromptBatch
+from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter, PaddedPromptBatch, PromptBatch
 from eagle_kit.drafts.choose_drafter import drafter_class
 from eagle_kit.drafts.ngram.index import NgramDraft, NgramIndex, to_tree
 from eagle_kit.engine.cycle import (
@@ -40,17 +41,27 @@ from eagle_kit.engine.graphs.batch_kind import BatchKind, kind_of
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.engine.measured.linear_backends import LinearBackends
 from eagle_kit.engine.measured.prefill_backends import open_backends
+from eagle_kit.engine.padded_prompts import (
+    PromptNumbers,
+    PromptShape,
+    first_numbers,
+    pack_prompts,
+    prompt_shapes,
+    reason_against_graphs,
+)
 from eagle_kit.engine.request import Request, SequenceState
 from eagle_kit.engine.sampling_tables import SamplingTables, is_adjusted
 from eagle_kit.engine.scheduler import Chunk
 from eagle_kit.engine.slots import AdjustmentTables, Slots
 from eagle_kit.engine.tensor_parallel.agreement import agree_bits, agree_tree
 from eagle_kit.kv.dp_latents import ShardRequests, shard_requests
+from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.recurrent_states import StatePool
 from eagle_kit.kv.store import KV_DTYPES, PoolLayout, Segment
 from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.accept import is_finite
+from eagle_kit.ops.backend import uses_triton
 from eagle_kit.ops.cpu.summation import round_columns
 from eagle_kit.ops.recurrence import Text
 from eagle_kit.ops.sampling import SamplingBatch, token_logprobs
@@ -162,6 +173,22 @@ class _PackedPrompts(NamedTuple):
     unfinished_rows: list[int]
 
 
+class _FirstTokenInputs(NamedTuple):
+    """Tensors of n prompts that end, for their first tokens.
+
+    Attributes:
+        hidden: ``[n, H]``, the hidden state of the last token of each prompt.
+        any_token: int64 ``[n]``, a token of each. Which one does not matter.
+        last_positions: int64 ``[n]``, position of the last token.
+        num_emitted: int64 ``[n]``, 1, or 0 for a request that was preempted: it has its tokens already.
+    """
+
+    hidden: torch.Tensor
+    any_token: torch.Tensor
+    last_positions: torch.Tensor
+    num_emitted: torch.Tensor
+
+
 class Runner:
     """Run prompts and decode cycles on the device.
 
@@ -177,6 +204,7 @@ class Runner:
         recurrent_states: states of the target's recurrent layers; None if it has no recurrent layers.
         drafter: drafter of the draft model, also while the current shapes do not speculate; None without one.
         slots: device state of the requests of the batch.
+        prompt_shapes: shapes of prompt steps that are graphs, the smallest first; empty without such graphs.
         steps: draft steps of the deepest current shape.
         candidate_spec: candidates that the draft state of a slot holds.
 
@@ -226,6 +254,17 @@ class Runner:
         self.drafter: Drafter | None = None
         if draft is not None:
             self.drafter = drafter_class(draft, config)(draft, self.vocab_size, layout)
+
+        # Prompt steps of fixed shapes, and what their graphs hand on: the states that the draft reads, and
+        # the first tokens.
+        self.prompt_shapes: list[PromptShape] = []
+        if self._captures_prompts():
+            self.prompt_shapes = prompt_shapes(config)
+            most_rows, most_requests = self.prompt_shapes[-1]
+            self._first_tokens_of_step = torch.zeros(most_requests, dtype=torch.int64, device=self.device)
+            if draft is not None:
+                size = (most_rows, draft.state_size)
+                self._states_of_step = torch.zeros(size, dtype=draft.state_dtype, device=self.device)
 
         # Verification and sampling.
         self._verifier = make_verifier(config)
@@ -322,6 +361,11 @@ class Runner:
             return self._prefill(chunks)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
+        # A step of few rows has a fixed shape.
+        num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        for shape in self.prompt_shapes:
+            if num_rows <= shape.rows and len(chunks) <= shape.requests:
+                return self._prefill_padded(chunks, shape)
         drafter = self.models.drafter
 
         # Pack the tokens of all chunks, and send them to the device.
@@ -344,12 +388,18 @@ class Runner:
         results = []
         if prompts.unfinished:
             hidden = out.hidden[self._tensor(prompts.unfinished_rows)]
-            results.append(self._finite_results(prompts.unfinished, hidden))
+            results.append(self._finite_results(prompts.unfinished, hidden.isfinite().all(-1)))
 
         # Where a prompt ends, sample the first token. A request that was preempted has its tokens already.
         roots = last_rows
         if prompts.finished:
-            first, first_results = self._first_tokens(prompts.finished, out.hidden[last_rows])
+            inputs = _FirstTokenInputs(
+                hidden=out.hidden[last_rows],
+                any_token=self._tensor([request.tokens(0, 1)[0] for request in prompts.finished]),
+                last_positions=self._tensor([request.num_to_compute - 1 for request in prompts.finished]),
+                num_emitted=self._tensor([0 if request.token_ids else 1 for request in prompts.finished]),
+            )
+            first, first_results = self._first_tokens(prompts.finished, inputs)
             results.append(first_results)
             known = [request.token_ids[-1] if request.token_ids else -1 for request in prompts.finished]
             known_roots = self._tensor(known)
@@ -404,39 +454,36 @@ class Runner:
                 prompts.unfinished_rows.append(last_row)
         return prompts
 
-    def _finite_results(self, prompts: list[tuple[Request, int]], hidden: torch.Tensor) -> Results:
+    def _finite_results(self, prompts: list[tuple[Request, int]], finite: torch.Tensor) -> Results:
         """Make the results of prompts that go on: no tokens, and whether their last hidden states are finite.
 
         Attention reads all keys of a prompt, so its last hidden state shows whether they are finite.
 
         Args:
             prompts: requests, each with the number of its computed tokens.
-            hidden: ``[n, H]``.
+            finite: bool ``[n]``, whether the last hidden state is.
         """
         requests = [request for request, _ in prompts]
         num_computed = [stop for _, stop in prompts]
         none = self._tensor([0] * len(requests))
-        emitted = Emitted(none[:, None], none, None, hidden.isfinite().all(-1))
+        emitted = Emitted(none[:, None], none, None, finite)
         sequences = [request.sequence for request in requests]
         return Results(requests, sequences, HostCopy(emitted), None, num_computed)
 
-    def _first_tokens(self, requests: list[Request], hidden: torch.Tensor) -> tuple[torch.Tensor, Results]:
+    def _first_tokens(
+        self, requests: list[Request], inputs: _FirstTokenInputs
+    ) -> tuple[torch.Tensor, Results]:
         """Sample the token after each prompt.
-
-        Args:
-            hidden: ``[n, H]``, the hidden state of the last token of each prompt.
 
         Returns:
             The tokens int64 ``[n]``, and the results that hold them. The results of a request that was
-            preempted hold none: it has its tokens already.
+            preempted hold none.
         """
-        logits = self.target.logits(hidden)
+        logits = self.target.logits(inputs.hidden)
 
         # A prompt is a window of one node at its last token. Its penalties count no drafted token, so which
         # token the node has does not matter.
-        any_token = self._tensor([request.tokens(0, 1)[0] for request in requests])
-        tree = root_only(any_token)
-        seq_lens = self._tensor([request.num_to_compute - 1 for request in requests])
+        tree = root_only(inputs.any_token)
 
         # Sampling parameters, and the tokens that grammars allow.
         kind = self._kind(requests)
@@ -447,7 +494,7 @@ class Runner:
             allowed = unpacked(self._allowed_bits(matches, tree), self.vocab_size)
 
         # Sample. All ranks take the token of the first one.
-        tokens = sample_after_nodes(logits[:, None], tree, seq_lens, sampling, allowed)
+        tokens = sample_after_nodes(logits[:, None], tree, inputs.last_positions, sampling, allowed)
         if self.target.ranks is not None:
             tokens = self.target.ranks.first(tokens)
 
@@ -459,11 +506,148 @@ class Runner:
             logprobs = Logprobs(*(part[:, None] for part in parts))
 
         # Send the results to the host.
-        num_emitted = self._tensor([0 if request.token_ids else 1 for request in requests])
-        emitted = Emitted(tokens, num_emitted, logprobs, is_finite(logits))
+        emitted = Emitted(tokens, inputs.num_emitted, logprobs, is_finite(logits))
         sequences = [request.sequence for request in requests]
         num_computed = [request.num_to_compute for request in requests]
         return tokens[:, 0], Results(requests, sequences, HostCopy(emitted), None, num_computed)
+
+    # Prompts of few rows, in fixed shapes: a graph of the target, the first tokens, and a graph of the draft.
+
+    def _captures_prompts(self) -> bool:
+        """Return whether prompt steps of few rows are replayed as graphs."""
+        draft = None if self.drafter is None else self.drafter.model
+        if not self.graphs.has_fixed_shapes or not isinstance(self.kv, PagedKV):
+            return False
+        is_possible = reason_against_graphs(self.target.config, draft, self.config) is None
+        return is_possible and uses_triton(self.kv.k)
+
+    @contextmanager
+    def unpadded_prompts(self) -> Iterator[None]:
+        """Within, prompt steps of all sizes run eagerly."""
+        shapes = self.prompt_shapes
+        self.prompt_shapes = []
+        try:
+            yield
+        finally:
+            self.prompt_shapes = shapes
+
+    def run_idle_prompt(self, shape: PromptShape) -> None:
+        """Run a prompt step of padding: capture its graphs, and measure its linear layers."""
+        numbers = self._tensor(pack_prompts([], shape, self.slots.dummy))
+        self._run_prompt_graph("prefill", self._run_target_over_prompts, numbers, shape)
+        if self.models.drafter is not None:
+            self._run_prompt_graph("prefill_draft", self._run_draft_over_prompts, numbers, shape)
+
+    def _prefill_padded(self, chunks: Sequence[Chunk], shape: PromptShape) -> list[Results]:
+        """Compute prompt chunks that fit ``shape``; see :meth:`prefill`."""
+        # The requests whose prompts end come first, so that their rows are the first of every result.
+        chunks = sorted(chunks, key=lambda chunk: chunk.stop < chunk.request.num_to_compute)
+        finished = [chunk.request for chunk in chunks if chunk.stop == chunk.request.num_to_compute]
+        num_finished = len(finished)
+        numbers = self._tensor(pack_prompts(chunks, shape, self.slots.dummy))
+
+        # Run the target. It stores its keys and values.
+        hidden, finite = self._run_prompt_graph("prefill", self._run_target_over_prompts, numbers, shape)
+
+        # Where a prompt goes on, only report whether its hidden states are finite.
+        results = []
+        if num_finished < len(chunks):
+            unfinished = [(chunk.request, chunk.stop) for chunk in chunks[num_finished:]]
+            results.append(self._finite_results(unfinished, finite[num_finished : len(chunks)]))
+
+        # Where a prompt ends, sample the first token.
+        if finished:
+            inputs = _FirstTokenInputs(
+                hidden=hidden[:num_finished],
+                any_token=first_numbers(numbers, shape, "ids", num_finished),
+                last_positions=first_numbers(numbers, shape, "last_positions", num_finished),
+                num_emitted=first_numbers(numbers, shape, "num_emitted", num_finished),
+            )
+            first, first_results = self._first_tokens(finished, inputs)
+            results.append(first_results)
+            self._first_tokens_of_step[:num_finished].copy_(first)
+
+        # Run the draft over the same rows. The requests whose prompts have ended join the slots.
+        if self.models.drafter is not None:
+            roots = self._run_prompt_graph("prefill_draft", self._run_draft_over_prompts, numbers, shape)
+        elif finished:
+            known = first_numbers(numbers, shape, "roots", num_finished)
+            roots = torch.where(known >= 0, known, first)
+            slot_ids = first_numbers(numbers, shape, "join_slots", num_finished)
+            self.slots.join(slot_ids, first_numbers(numbers, shape, "seq_lens", num_finished), roots, None)
+        for i, request in enumerate(finished):
+            self.slots.write_adjustments(request, self.vocab_size, roots[i : i + 1])
+        return results
+
+    def _run_prompt_graph(
+        self,
+        name: str,
+        body: Callable[..., Any],
+        numbers: torch.Tensor,
+        shape: PromptShape,
+    ) -> Any:
+        """Run ``body(numbers, shape)`` as a graph."""
+        # Slots are chosen by their layout, which the specification of candidates stands for.
+        has_pending = self.slots.pending is not None
+        key = (shape, self.models.drafter is not None, self.candidate_spec, has_pending)
+
+        def idle() -> torch.Tensor:
+            """Numbers of padding alone."""
+            return self._tensor(pack_prompts([], shape, self.slots.dummy))
+
+        call = GraphCall(name, key, partial(body, shape=shape), numbers, idle)
+        with self.linear_backends.measuring():
+            return self.graphs.run(call)
+
+    def _run_target_over_prompts(
+        self, numbers: torch.Tensor, shape: PromptShape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the target over a prompt step, and keep the states that the draft reads.
+
+        Returns:
+            The hidden state of the last row of each of the R requests ``[R, H]``, and whether it is finite,
+            bool ``[R]``.
+        """
+        assert isinstance(self.kv, PagedKV)
+        drafter = self.models.drafter
+        prompts = PromptNumbers.of(numbers, shape)
+        attend = self.kv.padded_prefill_attend(prompts.padded_segments(self.slots.page_table))
+        capture = () if drafter is None else drafter.capture
+        out = self.target(prompts.ids, prompts.positions, attend, capture)
+        if drafter is not None:
+            self._states_of_step[: shape.rows].copy_(drafter.model.target_hidden_states(out))
+        hidden = out.hidden[prompts.last_rows]
+        return hidden, hidden.isfinite().all(-1)
+
+    def _run_draft_over_prompts(self, numbers: torch.Tensor, shape: PromptShape) -> torch.Tensor:
+        """Run the draft over a prompt step behind the target. Requests whose prompts end join the slots.
+
+        Returns:
+            The token after each of the R requests, int64 ``[R]``.
+        """
+        drafter = self.models.drafter
+        assert drafter is not None
+        prompts = PromptNumbers.of(numbers, shape)
+
+        # The token after each prompt: as known, or as just sampled.
+        sampled = self._first_tokens_of_step[: shape.requests]
+        roots = torch.where(prompts.roots >= 0, prompts.roots, sampled)
+        next_ids = prompts.next_ids.index_copy(0, prompts.root_rows, roots)
+
+        # Run the draft. Requests whose prompts go on, and padding, join the dummy slot.
+        batch = PaddedPromptBatch(
+            states=self._states_of_step[: shape.rows],
+            ids=prompts.ids,
+            next_ids=next_ids[: shape.rows],
+            segments=prompts.padded_segments(self.slots.page_table),
+            last=prompts.last_rows,
+            roots=roots,
+            stops=prompts.stops,
+            num_columns=self._num_columns((), 0),
+        )
+        draft = drafter.prefill_padded(batch, self.candidate_spec)
+        self.slots.join(prompts.join_slots, prompts.seq_lens, roots, draft)
+        return roots
 
     # Decoding.
 

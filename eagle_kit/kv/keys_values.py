@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
+from eagle_kit.kv.store import PaddedSegments, PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.layers import Attend, KVRows
 from eagle_kit.ops.attention.prefill import (
     PrefillPlan,
@@ -120,6 +120,22 @@ class PagedKV(PagedStore):
 
         # Attention of each request to a buffer of its keys and values.
         return _CopiedPrefillAttend(self, segments)
+
+    def padded_prefill_attend(self, segments: PaddedSegments) -> Attend:
+        """Make the attention of a forward over prompt tokens of fixed shape; the host reads no tensor.
+
+        The forward stores the tokens in the pool. The package's own kernel computes it, whatever
+        :attr:`prompt_attention` is.
+        """
+        plan = PrefillPlan(
+            page_tables=segments.page_tables,
+            page_size=self.page_size,
+            cu_rows=segments.cu_rows,
+            starts=segments.starts,
+            first_position=self.first_position,
+            max_rows=len(segments.segments),
+        )
+        return _PrefillAttend(self, self.padded_rows(segments), own_attention(plan))
 
     def _prefill_plan(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PrefillPlan]:
         """Plan the attention of prompt tokens to the pool.

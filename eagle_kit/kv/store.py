@@ -67,6 +67,39 @@ class Segment(NamedTuple):
     shard: int = 0
 
 
+class PaddedSegments(NamedTuple):
+    """Segments of a forward of fixed shape, described on the device: B segments, T rows.
+
+    The rows of a segment lie behind each other. A segment of padding may have rows, which attend to nothing
+    and are not stored.
+
+    Attributes:
+        page_tables: int64 ``[B, P]``, pages of each request.
+        starts: int64 ``[B]``, position of the first row of each segment; -1 for padding.
+        cu_rows: int64 ``[B + 1]``; the rows of segment b are ``cu_rows[b] .. cu_rows[b + 1] - 1`` of T.
+        segments: int64 ``[T]``, the segment of each row.
+        positions: int64 ``[T]``, the position of each row in its request; 0 or more for padding, too.
+        is_stored: bool ``[T]``, False for padding and for tokens of shared pages.
+    """
+
+    page_tables: torch.Tensor
+    starts: torch.Tensor
+    cu_rows: torch.Tensor
+    segments: torch.Tensor
+    positions: torch.Tensor
+    is_stored: torch.Tensor
+
+    @property
+    def following(self) -> "PaddedSegments":
+        """The same rows one position later, all of them stored except padding."""
+        is_real = self.starts >= 0
+        return self._replace(
+            starts=self.starts + is_real,
+            positions=self.positions + 1,
+            is_stored=is_real[self.segments],
+        )
+
+
 class PagedStore(ABC):
     """Store with R rows in every layer, in this order:
 
@@ -159,6 +192,15 @@ class PagedStore(ABC):
         page_index = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
         page = page_table.gather(1, page_index)
         return page * self.page_size + positions % self.page_size
+
+    def padded_rows(self, segments: PaddedSegments) -> torch.Tensor:
+        """Rows int64 ``[T]`` that the tokens of ``segments`` are written to: the trash row for tokens that
+        are not stored."""
+        last_page = segments.page_tables.shape[1] - 1
+        page_index = (segments.positions // self.page_size).clamp(max=last_page)
+        page = segments.page_tables[segments.segments, page_index]
+        rows = page * self.page_size + segments.positions % self.page_size
+        return rows.masked_fill(~segments.is_stored, self.trash_row)
 
     @abstractmethod
     def window_attend(

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.cuda_device.build import LIBRARIES, build
+from tests.cuda_device.build import LIBRARIES, NVML, build
 
 IN_FRONT = "EAGLE_KIT_DEVICE_LIBRARIES"
 """Set in a process that has the libraries in front, to their folder."""
@@ -93,10 +93,14 @@ def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of a process that runs on the device; the libraries are built if need be.
 
     Args:
-        settings: EAGLE_KIT_DEVICE_MEMORY_GB (80), _CAPABILITY (9.0), _COUNT (1), _MODE (counting).
+        settings: EAGLE_KIT_DEVICE_MEMORY_GB (80), _CAPABILITY (9.0), _COUNT (1), _MODE (counting), _NVML
+            (not set: there is no management library).
     """
     folder = build()
-    front = ":".join(str(folder / library.file) for library in LIBRARIES)
+    names = [library.file for library in LIBRARIES]
+    if "EAGLE_KIT_DEVICE_NVML" in {**os.environ, **(settings or {})}:
+        names.append(NVML)
+    front = ":".join(str(folder / name) for name in names)
     return {
         "TRITON_CACHE_DIR": str(folder.parent / "triton"),
         **os.environ,
@@ -117,6 +121,7 @@ def _runtime() -> ctypes.CDLL:
     for name in ("device_bytes_used", "device_bytes_peak", "device_copy_up_to"):
         getattr(runtime, name).restype = ctypes.c_size_t
     runtime.device_log_entry.argtypes = [ctypes.c_long, ctypes.POINTER(_LogEntry)]
+    runtime.device_hold_streams.argtypes = [ctypes.c_bool]
     runtime.device_set_memory.argtypes = [ctypes.c_int, ctypes.c_size_t]
     runtime.device_copy_up_to.argtypes = [ctypes.c_size_t]
 
@@ -248,3 +253,18 @@ def copies_up_to(size: int) -> Iterator[None]:
         yield
     finally:
         runtime.device_copy_up_to(before)
+
+
+# ---- Streams ----
+
+
+@contextmanager
+def late_streams() -> Iterator[None]:
+    """Within, what is enqueued in a stream other than the default one runs when the host, or another stream,
+    waits for it, and no earlier."""
+    runtime = _runtime()
+    runtime.device_hold_streams(True)
+    try:
+        yield
+    finally:
+        runtime.device_hold_streams(False)

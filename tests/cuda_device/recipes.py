@@ -6,10 +6,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import torch
 from tiny_run import make_target
 
 from eagle_kit.config.loading.loader import load_config
@@ -84,27 +82,12 @@ def unsaved() -> Iterator[None]:
 
     States of the device, whose values nobody computes, are finite.
     """
-    isfinite = torch.isfinite
-
-    def finite(tensor: torch.Tensor) -> Any:
-        return AllFinite(isfinite(tensor)) if tensor.is_cuda else isfinite(tensor)
-
     with ExitStack() as stack:
         stack.enter_context(unread_weights())
         stack.enter_context(mock.patch.object(Trainer, "_save", lambda self: None))
         stack.enter_context(mock.patch("eagle_kit.train.run.loop.save_draft", lambda *args, **options: None))
-        stack.enter_context(mock.patch("eagle_kit.data.hidden_states.format.torch.isfinite", finite))
+        for module in ("store", "writer"):
+            check = f"eagle_kit.data.hidden_states.{module}.check_finite"
+            stack.enter_context(mock.patch(check, lambda flags, dtypes: None))
         stack.enter_context(mock.patch("eagle_kit.data.hidden_states.store.is_finite", lambda parts: True))
         yield
-
-
-class AllFinite:
-    """What ``isfinite`` says of values that nobody computes; the device's work for it is done."""
-
-    def __init__(self, found: torch.Tensor) -> None:
-        self._found = found
-
-    def all(self) -> bool:
-        """True."""
-        self._found.all()
-        return True

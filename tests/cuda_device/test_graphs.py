@@ -17,22 +17,27 @@ from tests.cuda_device.test_warm_up import USUAL, prepared, serve
 @pytest.mark.smoke
 def test_a_warm_up_captures_the_largest_batches_first():
     llm, _ = prepared("usual", shape="3,1,4")
-    keys = [key for _, key in llm.engine().runner.graphs._graphs]
+    keys = [key for name, key in llm.engine().runner.graphs._graphs if name == "cycle"]
     sizes = [key[0] for key in keys]
     assert sizes == [2] * len(USUAL_KINDS) + [1] * len(USUAL_KINDS)
+
+
+def num_cycles(engine) -> int:
+    """Number of graphs of cycles."""
+    return sum(name == "cycle" for name, _ in engine.runner.graphs._graphs)
 
 
 def test_kinds_of_batches_with_graphs_are_few():
     """Draws without a filter, with any filter, with log-probabilities; and with penalties."""
     llm = small_llm("3,1,4", batch_sizes=(2,))
-    graphs = llm.engine().runner.graphs
+    engine = llm.engine()
     filters = [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3, "min_p": 0.2}, {}]
     with made_up_results():
         for sampling in filters:
             for logprobs in (None, 0, 3, 17):
                 params = SamplingParams(max_tokens=3, temperature=1.0, logprobs=logprobs, **sampling)
                 llm.generate([[1, 2]], params)
-        assert graphs.num_graphs == 3
+        assert num_cycles(engine) == 3
         for adjusted in (
             {"repetition_penalty": 1.2},
             {"logit_bias": {1: 1.0}, "top_k": 3},
@@ -40,7 +45,7 @@ def test_kinds_of_batches_with_graphs_are_few():
         ):
             sampling = {"max_tokens": 3, "temperature": 1.0, "presence_penalty": 0.5, **adjusted}
             llm.generate([[1, 2]], SamplingParams(**sampling))
-        assert graphs.num_graphs == 4
+        assert num_cycles(engine) == 4
 
 
 def test_shapes_that_change_behind_a_warm_up_capture_and_compile_nothing():
@@ -52,7 +57,8 @@ def test_shapes_that_change_behind_a_warm_up_capture_and_compile_nothing():
     llm.engine = lambda shape=None: engine
     with made_up_results():
         prepared_for = warm_up(engine, "usual")
-    assert prepared_for.num_graphs == len(USUAL_KINDS) * len(policy.shapes) * 2
+    of_prompts = 2 * len(engine.runner.prompt_shapes)
+    assert prepared_for.num_graphs == len(USUAL_KINDS) * len(policy.shapes) * 2 + of_prompts
 
     reserved = torch.cuda.memory_reserved()
     with phase() as found, made_up_results():
@@ -88,7 +94,7 @@ def test_a_smaller_warm_up_says_what_it_leaves_out(extent, left_out):
     assert [number for number, _ in progress] == list(range(1, len(progress) + 1))
     assert not progress or progress[-1][0] == progress[-1][1] > planned.number
     names = ("greedy", "drawn", "filtered", "penalties, biases")
-    expected = {f"graphs of batches: {name}" for name in names}
+    expected = {"graphs of prompts", *(f"graphs of batches: {name}" for name in names)}
     if extent == "none":
         expected = set()
     assert {work.what for work in done.works if work.what.startswith("graphs")} == expected

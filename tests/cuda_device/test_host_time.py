@@ -59,9 +59,21 @@ def test_the_benchmark_of_the_host_runs(tmp_path, capsys):
     code = cli.main(["engine", "--host", "--tiny", "--out", str(path), "--no-progress"])
     rows = json.loads(path.read_text(encoding="utf-8"))["cases"]
     assert code == 0 and list(rows)[:2] == ["host: batch 1, none", "host: batch 8, none"]
+    assert list(rows)[-2:] == ["prompt: 512 tokens", "prompt: 512 tokens, eager"]
     for row in rows.values():
         figures = row["figures"]
-        assert 0 < figures["step us, least"] <= figures["median"] and figures["from the host"] == 1
+        assert figures[host.IN_CALLS] > 0
+        if row["group"] == "host":
+            assert 0 < figures["step us, least"] <= figures["median"] and figures["from the host"] == 1
+        else:
+            assert 0 < figures["prompt us, least"] <= figures["median"]
+            assert figures["a layer us"] < figures["prompt us, least"]
+            assert figures["allocations"] > 0
+    for length in host.PROMPT_LENGTHS:
+        replayed = rows[f"prompt: {length} tokens"]["figures"]
+        eager = rows[f"prompt: {length} tokens, eager"]["figures"]
+        assert replayed["a layer us"] < eager["a layer us"] > 0
+        assert replayed["torch operations"] < eager["torch operations"]
     assert rows["host: batch 8, 3,1,4"]["figures"]["tokens a request"] == pytest.approx(2.5, abs=0.1)
     assert cli.main(["engine", "--host", "--model", "tiny"]) == 2
 

@@ -16,6 +16,7 @@ from eagle_kit.engine.memory import engine_memory as memory
 from eagle_kit.engine.memory import graph_memory
 from eagle_kit.engine.memory.engine_memory import MemoryPlan, Place, plan_memory
 from eagle_kit.engine.memory.graph_memory import graphs_of
+from eagle_kit.engine.padded_prompts import prompt_shapes
 from tests.benchmarks.test_launches import LLAMA, SMALL, TOTALS, small
 
 
@@ -28,6 +29,10 @@ def models():
 def resolved(**options):
     sizes = {"max_batch_size": 32, "max_context": 128, "shape": "3,2,6", **options}
     return EngineConfig(**sizes).resolve(on_gpu=True, max_positions=10**6)
+
+
+PROMPTS = 2 * len(prompt_shapes(resolved()))
+"""Graphs of prompt steps: of the target and of the draft in each shape."""
 
 
 def launches(config, draft, shape):
@@ -54,10 +59,10 @@ def test_graphs_grow_with_kinds_sizes_and_shapes(models):
         for extent in ("all", "usual", "none")
     }
     assert config.batch_sizes == (1, 2, 4, 8, 16, 24, 32)
-    assert [each.number for each in found.values()] == [7 * 9, 7 * 4, 0]
+    assert [each.number for each in found.values()] == [7 * 9 + PROMPTS, 7 * 4 + PROMPTS, 0]
     assert found["all"].bytes > found["usual"].bytes > 7 * 4 * 100 * graph_memory.BYTES_OF_LAUNCH
     chosen = graphs_of(target.config, draft, config, "usual", chooses_shapes=True)
-    assert chosen.number == 7 * 4 * (graph_memory.MAX_CANDIDATES + 1)
+    assert chosen.number == 7 * 4 * (graph_memory.MAX_CANDIDATES + 1) + PROMPTS
 
 
 def test_ranks_of_data_parallel_attention_have_graphs_for_uneven_batches(models):
@@ -77,8 +82,10 @@ def test_ranks_of_data_parallel_attention_have_graphs_for_uneven_batches(models)
     found, even = (
         graphs_of(target.config, draft, each, "all", chooses_shapes=False) for each in (config, resolved())
     )
-    assert (found.number, even.number) == (14 * 8 + 7, 7 * 8 + 7), "proposals know nothing of ranks"
-    assert 1.7 * even.bytes < found.bytes < 2 * even.bytes
+    assert (found.number, even.number) == (14 * 8 + 7, 7 * 8 + 7 + PROMPTS), "proposals know nothing of ranks"
+    of_prompts = graph_memory._graphs_of_prompts(target.config, draft, resolved(), chooses_shapes=False)
+    of_cycles = even.bytes - of_prompts.bytes
+    assert 1.7 * of_cycles < found.bytes < 2 * of_cycles
 
 
 def test_drafts_that_are_sampled_are_kept_by_halves_of_cycles(models):
@@ -109,7 +116,7 @@ def planned(models):
 def test_the_plan_counts_graphs(planned):
     plan = planned(1 << 40)
     assert plan.extent == "all" and plan.graphs == plan.graphs_of_all
-    assert f"63 graphs by estimate {plan.graphs.bytes / 1e9:.2f}" in str(plan)
+    assert f"{63 + PROMPTS} graphs by estimate {plan.graphs.bytes / 1e9:.2f}" in str(plan)
     off = planned(1 << 40, graph_mode="off")
     assert off.graphs.bytes == 0 and "graphs" not in str(off) and off.activations < plan.activations
 
@@ -128,7 +135,7 @@ def test_fewer_graphs_are_prepared_where_the_pool_would_be_squeezed(planned):
     usual = with_room(shared - 8)
     none = with_room(2 * usual.graphs.bytes)
     assert [plan.extent for plan in (roomy, usual, none)] == ["all", "usual", "none"]
-    assert usual.graphs.number == 28 and none.graphs.bytes == 0
+    assert usual.graphs.number == 28 + PROMPTS and none.graphs.bytes == 0
     assert "as with --warm-up usual" in str(usual) and "as with" not in str(roomy)
     assert roomy.pool >= 0.74 * shared and usual.pool > roomy.pool
 

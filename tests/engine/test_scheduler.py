@@ -10,6 +10,7 @@ from sweep import sweep
 from tiny import tiny_target
 from tiny_engine import make_engine, resolved
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.engine.engine import Engine
@@ -672,3 +673,51 @@ def test_the_cache_is_not_followed_to_a_rank_with_far_more_requests():
     given = admitted(scheduler, chats)
     assert given[0] == 0 and chats[0].sequence.num_shared_tokens == 16
     assert abs(given.count(0) + 1 - given.count(1)) <= 2
+
+
+def on_a_gpu(slots: int, num_running: int) -> Engine:
+    """An engine with a GPU's shares of prompts, in which some requests decode."""
+    limits = EngineConfig(max_batch_size=slots).resolve(on_gpu=True)
+    names = ("prefill_tokens", "decode_prefill_tokens", "mixed_prefill_tokens")
+    engine = engine_of(slots, **{name: getattr(limits, name) for name in names})
+    begin(engine, requests_of([[i % 11, 2] for i in range(num_running)], max_tokens=300), steps=2)
+    return engine
+
+
+def count_prompts(engine) -> list[int]:
+    """Let an engine note the number of prompts of every forward over prompts."""
+    counts = []
+    prefill = engine.runner.prefill
+
+    def counting(chunks):
+        counts.append(len(chunks))
+        return prefill(chunks)
+
+    engine.runner.prefill = counting
+    return counts
+
+
+@pytest.mark.parametrize("num_running", [0, 8])
+@pytest.mark.parametrize(("length", "num_forwards"), [(10, 1), (25, 1), (30, 2)])
+def test_forty_short_prompts_that_wait_are_one_forward_on_a_gpu(num_running, length, num_forwards):
+    """Of 40 prompts of 30 tokens, more than a step's share, all but a few are in the first forward."""
+    engine = on_a_gpu(48, num_running)
+    prompts = [[(i + j * j) % 11 for j in range(length)] for i in range(40)]
+    waiting = requests_of(prompts, first=100, max_tokens=30)
+    for i, request in enumerate(waiting):
+        request.client = f"client {i}"
+        engine.add_request(request)
+    counts = count_prompts(engine)
+    while any(not request.token_ids for request in waiting):
+        engine.step()
+        engine.check()
+    assert len(counts) == num_forwards and counts[0] >= 34
+
+
+def test_short_prompts_run_together_beside_a_long_one_on_a_gpu():
+    """The long prompt has half of the step."""
+    engine = on_a_gpu(48, 8)
+    long = requests_of([LONG], first=100, max_tokens=5)
+    short = requests_of([[i % 11] * 12 for i in range(30)], first=101, max_tokens=5)
+    begin(engine, [*long, *short], steps=1)
+    assert all(request.token_ids for request in short)

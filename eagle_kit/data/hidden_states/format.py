@@ -20,27 +20,19 @@ SCALE = ".scale"
 
 
 def encode(tensors: dict[str, torch.Tensor], form: str, hidden_size: int) -> dict[str, torch.Tensor]:
-    """Encode ``tensors`` for a store.
+    """Encode ``tensors``, which must be finite, for a store. The host does not wait for a GPU.
 
     Args:
         tensors: by name. States are floating, ``[T, L H]``; integers become int32; other tensors stay as they
             are.
         form: one of :data:`FORMATS`, for the states.
         hidden_size: H, the values that share a scale.
-
-    Raises:
-        UserError: a state is not finite.
     """
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             stored[name] = tensor.to(torch.int32)
             continue
-        if not bool(torch.isfinite(tensor).all()):
-            raise UserError(
-                f"The target's states ({name}) are not finite: it overflowed in {tensor.dtype}.",
-                "Set training.precision to float32 or bfloat16, or check the target's weights.",
-            )
         if tensor.ndim != 2 or form == "computed":
             stored[name] = tensor
         elif form == "bf16":
@@ -52,9 +44,35 @@ def encode(tensors: dict[str, torch.Tensor], form: str, hidden_size: int) -> dic
     return stored
 
 
+def finite_flags(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """For each floating tensor by name, one bool on its device: are all of its values finite?"""
+    return {name: torch.isfinite(t).all() for name, t in tensors.items() if t.is_floating_point()}
+
+
+def check_finite(flags: dict[str, torch.Tensor], dtypes: dict[str, str]) -> None:
+    """Check the result of :func:`finite_flags`. The host waits for a GPU.
+
+    Args:
+        dtypes: name and dtype, such as ``float32``, of every tensor.
+
+    Raises:
+        UserError: a state is not finite.
+    """
+    for name, flag in flags.items():
+        if not bool(flag):
+            raise UserError(
+                f"The target's states ({name}) are not finite: it overflowed in {dtypes[name]}.",
+                "Set training.precision to float32 or bfloat16, or check the target's weights.",
+            )
+
+
+def names_of_dtypes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Name and dtype, such as ``float32``, of every tensor."""
+    return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+
+
 def is_finite(stored: dict[str, torch.Tensor]) -> bool:
-    """Return False if an encoded state is NaN or infinite. :func:`encode` makes no such states: the file is
-    damaged."""
+    """Return False if an encoded state is NaN or infinite. No such state is written: the file is damaged."""
     return all(_is_finite(tensor) for tensor in stored.values())
 
 

@@ -27,7 +27,15 @@ from eagle_kit.core.files import (
     writing_remedy,
 )
 from eagle_kit.core.process import is_alive
-from eagle_kit.data.hidden_states.format import choose_layers, decode, encode, is_finite
+from eagle_kit.data.hidden_states.format import (
+    check_finite,
+    choose_layers,
+    decode,
+    encode,
+    finite_flags,
+    is_finite,
+    names_of_dtypes,
+)
 from eagle_kit.data.hidden_states.manifest import (
     DATA,
     DATA_FILES,
@@ -139,19 +147,29 @@ class StateStore:
         return sum(shard.bytes for shard in self._shards.values())
 
     def read(self, rows: Sequence[int]) -> Parts | None:
-        """The encoded tensors of ``rows`` on the CPU, end to end; None if a row is missing. One thread
-        may read while another adds rows.
+        """The encoded tensors of ``rows`` on the CPU, end to end; None if a row is missing. Several threads
+        may read while one adds rows.
 
         Raises:
             UserError: a shard cannot be read any more.
         """
-        parts = []
-        for row in rows:
-            part = self._read_row(row)
-            if part is None:
-                return None
-            parts.append(part)
+        parts = self._read_rows(rows)
+        if parts is None:
+            return None
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def read_pinned(self, rows: Sequence[int]) -> Parts | None:
+        """As :meth:`read`, into page-locked memory, from which copies to a GPU are asynchronous."""
+        parts = self._read_rows(rows)
+        if parts is None:
+            return None
+        pinned = {}
+        for name, first in parts[0].items():
+            pieces = [part[name] for part in parts]
+            shape = (sum(len(piece) for piece in pieces), *first.shape[1:])
+            whole = torch.empty(shape, dtype=first.dtype, pin_memory=True)
+            pinned[name] = torch.cat(pieces, out=whole)
+        return pinned
 
     def decode(self, parts: Parts, device: torch.device) -> dict[str, torch.Tensor]:
         """Decode the result of :meth:`read` on ``device``, in the types that were captured."""
@@ -182,8 +200,27 @@ class StateStore:
         Raises:
             UserError: states that are not finite, a full disk, or a folder that cannot be written to.
         """
+        dtypes = names_of_dtypes(tensors)
+        check_finite(finite_flags(tensors), dtypes)
         encoded = encode(tensors, self.format, self.manifest["hidden_size"])
-        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        self.add_encoded(rows, lengths, encoded, dtypes)
+        return encoded
+
+    def add_encoded(
+        self, rows: Sequence[int], lengths: Sequence[int], encoded: Parts, dtypes: dict[str, str]
+    ) -> None:
+        """Add encoded tensors to the buffer; write a shard whenever it is full.
+
+        Args:
+            rows: numbers of the packed sequences; those that are stored already are skipped.
+            lengths: tokens of each row.
+            encoded: result of :func:`~eagle_kit.data.hidden_states.format.encode` for finite tensors. The
+                buffer keeps the memory of tensors on the CPU.
+            dtypes: name and dtype, such as ``float32``, of every tensor before it was encoded.
+
+        Raises:
+            UserError: a full disk, or a folder that cannot be written to.
+        """
         self.manifest.setdefault("tensors", dtypes)
 
         # Buffer each row, in shards of at most ``shard_bytes``.
@@ -197,7 +234,6 @@ class StateStore:
             self._buffer[row] = part
         if num_bytes(self._buffer.values()) >= self.shard_bytes:
             self.flush()
-        return encoded
 
     def flush(self) -> None:
         """Write the buffered rows as a shard. Raises UserError as :meth:`add` does."""
@@ -242,6 +278,16 @@ class StateStore:
                 check_shard(shard)
             except Damaged as error:
                 raise self._unusable(shard.path, str(error)) from error
+
+    def _read_rows(self, rows: Sequence[int]) -> list[Parts] | None:
+        """The encoded tensors of each row; None if a row is missing. Raises UserError as :meth:`read`."""
+        parts = []
+        for row in rows:
+            part = self._read_row(row)
+            if part is None:
+                return None
+            parts.append(part)
+        return parts
 
     def _read_row(self, row: int) -> Parts | None:
         """The encoded tensors of a row, from the buffer or its shard; None if it is in neither."""

@@ -28,6 +28,7 @@ from eagle_kit.data.chat.dataset import PreparedData, leave_out
 from eagle_kit.data.hidden_states import manifest as state_manifest
 from eagle_kit.data.hidden_states.format import bytes_per_token
 from eagle_kit.data.hidden_states.store import SHARD_BYTES, StateStore
+from eagle_kit.data.hidden_states.writer import writing
 from eagle_kit.datagen.hidden_states.drive_vllm import compute_states
 from eagle_kit.datagen.hidden_states.files import FINAL, FileLayout, FileSource, StateFiles
 from eagle_kit.models.config import HeadArchitecture
@@ -38,7 +39,6 @@ from eagle_kit.ops.device_memory import out_of_memory
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.report.stages import TimeLeft
 from eagle_kit.train.parallel.launch import go_on
-from eagle_kit.train.parallel.placement import place_target
 from eagle_kit.train.parallel.processes import largest, make_process_state, watching, with_precision
 from eagle_kit.train.plan.costs import capture_flops, data_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
@@ -180,7 +180,6 @@ def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialStat
         update={"validation": config.validation.model_copy(update={"every": 0})}
     )
     components = load_components(without_validation, process, with_layers=other is None)
-    place_target(components.target, without_validation, process)
     draft = head_architecture(config, components.target.config, components.tokenizer)
     if other is not None and other.max_missing:
         components = _without_missing(components, draft, other)
@@ -218,15 +217,15 @@ def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialStat
     else:
         source = _file_source(config, components, draft, options, other)
     promise = "this row is finished and the shard is written first"
-    with Interrupt(announce=process.is_main_process, promise=promise) as interrupt:
+    announce = process.is_main_process
+    with Interrupt(announce, promise) as interrupt, writing(store, process.device) as add:
         for row in _rows_to_run(mine, config.training.shares_target, interrupt, process):
             # A process without a row left runs row 0, because the others wait for its part of the target.
             number = 0 if row is None else row
             micro_batch = make_micro_batch(components.data, [number], 1, process.device)
             features = source.states(micro_batch, draft.aux_layer_ids)
             if row is not None:
-                store.add([row], micro_batch.lengths, features.to_stored())
-        store.flush()
+                add([row], micro_batch.lengths, features.to_stored())
     return _conclude(store, options, interrupt.requested, process)
 
 

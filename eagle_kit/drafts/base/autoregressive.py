@@ -18,9 +18,19 @@ import torch
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.cycle_state import CycleState
-from eagle_kit.drafts.base.draft_forwards import run_over_prompts, run_over_tokens
+from eagle_kit.drafts.base.draft_forwards import (
+    run_over_padded_prompts,
+    run_over_prompts,
+    run_over_tokens,
+)
 from eagle_kit.drafts.base.draft_model import StepRows
-from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter, PendingTokens, PromptBatch
+from eagle_kit.drafts.base.drafter import (
+    CandidateSpec,
+    Drafter,
+    PaddedPromptBatch,
+    PendingTokens,
+    PromptBatch,
+)
 from eagle_kit.models.draft_head import StepOutput
 from eagle_kit.ops.sampling import SamplingBatch
 from eagle_kit.ops.tree_build import Candidates, Tree, chain_build, grow_beam, start_beam, tree_build
@@ -43,6 +53,8 @@ class DraftState(NamedTuple):
 
 class AutoregressiveDrafter(Drafter):
     """Drafter whose every step reads the output of the step before: chains, and EAGLE-2's trees."""
+
+    has_padded_prefill = True
 
     def empty_state(self, count: int, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
@@ -160,6 +172,10 @@ class AutoregressiveDrafter(Drafter):
     def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
         return self._make_state(run_over_prompts(self, batch), spec)
+
+    def prefill_padded(self, batch: PaddedPromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
+        """See :class:`Drafter`."""
+        return self._make_state(run_over_padded_prompts(self, batch), spec)
 
     def _make_state(self, out: StepOutput, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """Make draft states of the draft's output at the last token of each request."""

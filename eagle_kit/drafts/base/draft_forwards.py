@@ -13,8 +13,9 @@ import torch
 
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import StepRows
-from eagle_kit.drafts.base.drafter import Drafter, PendingTokens, PromptBatch
-from eagle_kit.kv.store import Segment
+from eagle_kit.drafts.base.drafter import Drafter, PaddedPromptBatch, PendingTokens, PromptBatch
+from eagle_kit.kv.keys_values import PagedKV
+from eagle_kit.kv.store import PaddedSegments, Segment
 from eagle_kit.models.draft_head import StepOutput
 from eagle_kit.ops.transfer import to_device
 
@@ -96,6 +97,53 @@ def run_over_prompts(drafter: Drafter, batch: PromptBatch) -> StepOutput:
     if len(batch.last):
         output_rows = _draft_rows_of_last(segments, batch)
     return model.step(rows, attend, output_rows=output_rows)
+
+
+def run_over_padded_prompts(drafter: Drafter, batch: PaddedPromptBatch) -> StepOutput:
+    """Run the draft over prompt rows of a fixed shape, and store its keys.
+
+    Returns:
+        The output of the draft at the rows ``last``.
+    """
+    model = drafter.model
+    features = model.features(batch.states)
+    segments = batch.segments.following
+    tokens = batch.next_ids
+
+    # A whole model has an entry of the first token of a prompt as well.
+    if model.first_position == 0:
+        assert model.is_whole_model
+        first_rows = batch.segments.cu_rows[:-1].clamp(max=len(batch.ids) - 1)
+        tokens = torch.cat((tokens, batch.ids[first_rows]))
+        features = features.new_empty(len(tokens), 0)
+        segments = _with_first_rows(segments, batch.segments.starts == 0)
+
+    # One forward.
+    assert isinstance(drafter.kv, PagedKV)
+    attend = drafter.kv.padded_prefill_attend(segments)
+    rope_positions = segments.positions - model.first_position
+    rows = StepRows(features, tokens, rope_positions)
+    return model.step(rows, attend, output_rows=batch.last)
+
+
+def _with_first_rows(segments: PaddedSegments, begins: torch.Tensor) -> PaddedSegments:
+    """Append a segment of one row for each segment: the first token of a request.
+
+    Args:
+        begins: bool ``[B]``, False where the segment does not begin the request, whose row is padding.
+    """
+    count = len(begins)
+    num_rows = len(segments.segments)
+    new = torch.arange(count, device=begins.device)
+    zeros = torch.zeros_like(new)
+    return PaddedSegments(
+        page_tables=torch.cat((segments.page_tables, segments.page_tables)),
+        starts=torch.cat((segments.starts, zeros.masked_fill(~begins, -1))),
+        cu_rows=torch.cat((segments.cu_rows, num_rows + 1 + new)),
+        segments=torch.cat((segments.segments, count + new)),
+        positions=torch.cat((segments.positions, zeros)),
+        is_stored=torch.cat((segments.is_stored, begins)),
+    )
 
 
 def _draft_rows_of_last(draft_segments: Sequence[Segment], batch: PromptBatch) -> torch.Tensor:

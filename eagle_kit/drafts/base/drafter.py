@@ -19,7 +19,7 @@ from eagle_kit.core.shape import MAX_WINDOW, SpecShape, auto_shape
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.kv.open import open_store
-from eagle_kit.kv.store import PoolLayout, Segment
+from eagle_kit.kv.store import PaddedSegments, PoolLayout, Segment
 from eagle_kit.models.targets.target import TargetOutput
 from eagle_kit.ops.accept import Accepted
 from eagle_kit.ops.attention.window import chain_bits
@@ -102,6 +102,38 @@ class PromptBatch(NamedTuple):
         return torch.searchsorted(to_device(ends, self.last.device), self.last, right=True)
 
 
+class PaddedPromptBatch(NamedTuple):
+    """Prompt rows of a forward of fixed shape, T in all, of up to R requests and of padding.
+
+    Every request has a draft state made, of which only those of prompts that end are used. The host reads no
+    tensor.
+
+    Attributes:
+        states: ``[T, M]``, the target's states of the rows that the draft reads.
+        ids: int64 ``[T]``, the token of each row.
+        next_ids: int64 ``[T]``, the token after each row.
+        segments: where the rows of the R requests are, and those of padding in one more segment.
+        last: int64 ``[R]``, the last row of each request; any row for padding.
+        roots: int64 ``[R]``, the token after that row.
+        stops: int64 ``[R]``, the position after that row; 0 for padding.
+        num_columns: bound on the keys that a row attends to, with what draft-extend appends.
+    """
+
+    states: torch.Tensor
+    ids: torch.Tensor
+    next_ids: torch.Tensor
+    segments: PaddedSegments
+    last: torch.Tensor
+    roots: torch.Tensor
+    stops: torch.Tensor
+    num_columns: int
+
+    @property
+    def page_tables(self) -> torch.Tensor:
+        """Page tables of the requests, int64 ``[R, P]``."""
+        return self.segments.page_tables[: len(self.last)]
+
+
 class Drafter(ABC):
     """A draft model with its key-value store. Its methods change nothing but the store.
 
@@ -127,6 +159,8 @@ class Drafter(ABC):
     """True if each batch size has draft states for its own shapes only, which :meth:`pad_candidates` pads."""
     lookback = 0
     """Prompt tokens before a chunk that must be computed again with it; 0 but for several MTP modules."""
+    has_padded_prefill = False
+    """True if there is :meth:`prefill_padded`, for stores of keys and values."""
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
     """Verifiers that are sound for these proposals, the default first."""
 
@@ -318,3 +352,11 @@ class Drafter(ABC):
         Returns:
             The draft states of the n prompts that end, with the candidates that ``spec`` asks for.
         """
+
+    def prefill_padded(self, batch: PaddedPromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
+        """Run the draft over prompt rows of a fixed shape, and store its keys: :meth:`prefill` for graphs.
+
+        Returns:
+            A draft state for each of the R requests. That of a prompt that goes on has no meaning.
+        """
+        raise NotImplementedError

@@ -15,7 +15,7 @@ import torch
 
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import HeadDraftModel
-from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
+from eagle_kit.drafts.base.drafter import CandidateSpec, PaddedPromptBatch, PendingTokens, PromptBatch
 from eagle_kit.drafts.base.one_pass import OnePassDrafter
 from eagle_kit.drafts.base.sampled_one_pass import SampledOnePassDrafter
 from eagle_kit.drafts.dflash.head import DFlashHead
@@ -30,6 +30,7 @@ class BlockDrafter(OnePassDrafter):
 
     model: HeadDraftModel
     kv: PagedKV
+    has_padded_prefill = True
 
     def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
         super().__init__(model, vocab_size, layout)
@@ -94,6 +95,21 @@ class BlockDrafter(OnePassDrafter):
             torch.zeros_like(which),
             spec,
             max(batch.stops) + spec.steps + self.first,
+        )
+
+    def prefill_padded(self, batch: PaddedPromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
+        """See :class:`Drafter`: entries of the prompt's tokens, then a block after every prompt."""
+        context = self.model.features(batch.states)
+        segments = batch.segments
+        self._write_entries(context, segments.positions, self.kv.padded_rows(segments))
+        return self._run_block(
+            context.new_empty(len(batch.last), 0, context.shape[1]),
+            batch.roots,
+            batch.page_tables,
+            batch.stops,
+            torch.zeros_like(batch.stops),
+            spec,
+            batch.num_columns,
         )
 
     def _run_block(

@@ -119,7 +119,7 @@ def _copy_last_layer(head: Eagle3Head, target: Target) -> None:
             latent attention.
     """
     size = head.config.hidden_size
-    layer = target.layers[-1].state_dict()
+    layer = target.layer_state(-1)
     joint = "self_attn.qkv_proj.weight"  # [3 projections, 2 H]: embedding first, then feature
     norms_of_inputs = ("input_layernorm.weight", "hidden_norm.weight")
 

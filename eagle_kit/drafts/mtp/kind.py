@@ -307,7 +307,7 @@ def _take_shared(
 
 def _copy_last_layer(module: MTPModule, target: Target) -> None:
     """Put the target's last layer after ``eh_proj``, which begins as the sum of its two inputs."""
-    state = target.layers[-1].state_dict()
+    state = target.layer_state(-1)
     try:
         module.load_state_dict(state, strict=False)
     except RuntimeError:

@@ -15,9 +15,13 @@ import torch
 
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.drafts.base.cycle_state import CycleState
-from eagle_kit.drafts.base.draft_forwards import run_over_prompts, run_over_tokens
+from eagle_kit.drafts.base.draft_forwards import (
+    run_over_padded_prompts,
+    run_over_prompts,
+    run_over_tokens,
+)
 from eagle_kit.drafts.base.draft_model import DraftModel, HeadDraftModel
-from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
+from eagle_kit.drafts.base.drafter import CandidateSpec, PaddedPromptBatch, PendingTokens, PromptBatch
 from eagle_kit.drafts.base.one_pass import OnePassDrafter
 from eagle_kit.drafts.base.sampled_one_pass import SampledOnePassDrafter
 from eagle_kit.drafts.p_eagle.head import PEagleHead
@@ -29,6 +33,7 @@ class MaskedDrafter(OnePassDrafter):
     """A head whose later steps are masks."""
 
     model: HeadDraftModel
+    has_padded_prefill = True
 
     def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
         super().__init__(model, vocab_size, layout)
@@ -89,18 +94,45 @@ class MaskedDrafter(OnePassDrafter):
 
         # Masks after each prompt that ends.
         which = batch.requests_of_last()
+        page_tables = batch.page_tables[which]
+        stops = to_device(batch.stops, which.device)[which]
+        num_columns = max(batch.stops) + spec.steps
+        return self._state_after(first_depth, page_tables, stops, batch.roots, spec, num_columns)
+
+    def prefill_padded(self, batch: PaddedPromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
+        """See :class:`Drafter`; masks follow in a window of their own."""
+        first_depth = run_over_padded_prompts(self, batch).lm_head_input  # [R, H]
+        if spec.steps == 1:
+            return self.make_state(first_depth, spec, batch.roots)
+        return self._state_after(
+            first_depth, batch.page_tables, batch.stops, batch.roots, spec, batch.num_columns
+        )
+
+    def _state_after(
+        self,
+        first_depth: torch.Tensor,
+        page_tables: torch.Tensor,
+        stops: torch.Tensor,
+        roots: torch.Tensor,
+        spec: CandidateSpec,
+        num_columns: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run masks after n prompts, and make the draft states.
+
+        Args:
+            first_depth: ``[n, H]``, input of the output layer at the last row of each prompt.
+            page_tables: int64 ``[n, P]``.
+            stops: int64 ``[n]``, the position after that row.
+            roots: int64 ``[n]``, the token after that row.
+            num_columns: bound on the keys that a mask attends to.
+        """
         no_inputs = first_depth.new_empty(0, self.masks[0].shape[1])
         no_residuals = first_depth.new_empty(0, self.masks[1].shape[1])
         masks = self._window(
-            (no_inputs, no_residuals),
-            batch.page_tables[which],
-            to_device(batch.stops, which.device)[which],
-            torch.zeros_like(which),
-            spec.steps,
-            max(batch.stops) + spec.steps,
+            (no_inputs, no_residuals), page_tables, stops, torch.zeros_like(stops), spec.steps, num_columns
         )
-        rows = torch.cat((first_depth[:, None], masks.view(len(which), spec.steps - 1, -1)), 1)
-        return self.make_state(rows.flatten(0, 1), spec, batch.roots)
+        rows = torch.cat((first_depth[:, None], masks.view(len(stops), spec.steps - 1, -1)), 1)
+        return self.make_state(rows.flatten(0, 1), spec, roots)
 
     def _window(
         self,

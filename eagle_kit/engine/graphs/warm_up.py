@@ -1,9 +1,9 @@
 """Warm-up of an engine before the first request, so that no request waits for a capture or a compilation.
 
-On a GPU it captures a graph for every batch size, shape and kind of batch. It measures the backends of linear
-layers and of prefill, and computes prompts of representative lengths. A CPU compiles no kernels and records
-its cycles as they come. On both it makes the compiler of grammars, which takes seconds to read a large
-vocabulary.
+On a GPU it captures a graph for every batch size, shape and kind of batch, and for prompts of few rows. It
+measures the backends of linear layers and of prefill, and computes prompts of representative lengths. A CPU
+compiles no kernels and records its cycles as they come. On both it makes the compiler of grammars, which
+takes seconds to read a large vocabulary.
 """
 
 import logging
@@ -102,7 +102,8 @@ def warm_up(
         # Cycles of every kind, whose graphs are captured.
         cycles = list(_cycles(engine, extent))
         prompts = [] if extent == "none" else list(representative_prompts(engine))
-        total = len(cycles) + len(prompts)
+        shapes = [] if extent == "none" else runner.prompt_shapes[::-1]
+        total = len(cycles) + len(shapes) + len(prompts)
         seconds: dict[str, tuple[int, float]] = {}
         num_graphs = engine.num_graphs
         for number, each in enumerate(cycles, 1):
@@ -116,6 +117,15 @@ def warm_up(
             on_step(number, total)
         works += [Work(f"graphs of {name}", *done) for name, done in seconds.items()]
 
+        # Prompt steps of few rows, whose graphs are captured.
+        begun = time.perf_counter()
+        for number, shape in enumerate(shapes, len(cycles) + 1):
+            runner.run_idle_prompt(shape)
+            on_step(number, total)
+        if shapes:
+            captured = engine.num_graphs - num_graphs
+            works.append(Work("graphs of prompts", captured, time.perf_counter() - begun))
+
         # Draft backfill.
         begun = time.perf_counter()
         forwards = 0
@@ -124,10 +134,10 @@ def warm_up(
         if forwards:
             works.append(Work("forwards of draft backfill", forwards, time.perf_counter() - begun))
 
-        # Prompts of several lengths. Prefill backends are measured on the way.
+        # Prompts of several lengths, without graphs. Prefill backends are measured on the way.
         begun = time.perf_counter()
-        for number, requests in enumerate(prompts, len(cycles) + 1):
-            with runner.prefill_backends.measuring():
+        for number, requests in enumerate(prompts, len(cycles) + len(shapes) + 1):
+            with runner.prefill_backends.measuring(), runner.unpadded_prompts():
                 engine.prefill(requests)
             on_step(number, total)
 

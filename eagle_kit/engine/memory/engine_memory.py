@@ -19,7 +19,8 @@ from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.choose_drafter import drafter_class
 from eagle_kit.engine.grammar.masks import num_bytes
 from eagle_kit.engine.measured import prefill_backends
-from eagle_kit.engine.memory.graph_memory import Graphs, graphs_of
+from eagle_kit.engine.memory.graph_memory import NO_GRAPHS, Graphs, graphs_of
+from eagle_kit.engine.padded_prompts import prompt_shapes, reason_against_graphs
 from eagle_kit.kv.latents import PACKED_TOKENS
 from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.blocks.moe import FP8Experts
@@ -42,7 +43,6 @@ LOGITS_COPIES = 2
 
 NEED_LESS = "Lower kv_tokens, max_batch_size, max_context or prefill_tokens, or free memory of the GPU."
 """Remedy where an engine has too little memory."""
-NO_GRAPHS = Graphs(0, 0)
 
 
 class Place(NamedTuple):
@@ -214,7 +214,14 @@ def plan_memory(
     # Graphs, by what is prepared at the start.
     graphs: dict[WarmUpExtent, Graphs] = dict.fromkeys(get_args(WarmUpExtent), NO_GRAPHS)
     if device.type != "cpu" and config.graph_mode == "cycle":
-        activations += config.most_rows * per_row * weight.element_size()  # of cycles, apart
+        # Of cycles, and of prompts of few rows, in a pool of their own.
+        graph_rows = config.most_rows
+        if reason_against_graphs(model, draft, config) is None:
+            prompt_rows = prompt_shapes(config)[-1].rows
+            graph_rows = max(graph_rows, prompt_rows)
+            if draft is not None:
+                scratch += prompt_rows * draft.state_size * draft.state_dtype.itemsize
+        activations += graph_rows * per_row * weight.element_size()
         for extent in graphs:
             graphs[extent] = graphs_of(model, draft, config, extent, chooses_shapes=chooses_shapes)
 

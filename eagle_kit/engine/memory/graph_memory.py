@@ -17,6 +17,7 @@ from eagle_kit.core.sampling_params import MAX_LOGPROBS
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.engine.graphs.batch_kind import BatchKind, kinds
+from eagle_kit.engine.padded_prompts import prompt_shapes, reason_against_graphs
 from eagle_kit.models.config import TargetConfig
 
 BYTES_OF_LAUNCH = 40 << 10
@@ -32,6 +33,8 @@ LAUNCHES_OF_LATENTS = 22
 LAUNCHES_OF_RECURRENCE = 108
 LAUNCHES_AROUND = 40
 """Of a cycle outside of layers: slots, embedding, acceptance, filters, draft-extend."""
+ONE_STEP = SpecShape(1, 1, 2)
+"""Shape whose draft costs one forward, as that of a prompt does."""
 
 
 class Graphs(NamedTuple):
@@ -39,6 +42,9 @@ class Graphs(NamedTuple):
 
     number: int
     bytes: int
+
+
+NO_GRAPHS = Graphs(0, 0)
 
 
 def graphs_of(
@@ -73,7 +79,24 @@ def graphs_of(
             for launches, num_windows in _graphs(wanted, *launched, proposals, num_shard_sizes):
                 number += 1
                 total += launches * BYTES_OF_LAUNCH + size * num_windows * of_window
-    return Graphs(number, total)
+    of_prompts = NO_GRAPHS
+    if wanted:
+        of_prompts = _graphs_of_prompts(target, draft, config, chooses_shapes=chooses_shapes)
+    return Graphs(number + of_prompts.number, total + of_prompts.bytes)
+
+
+def _graphs_of_prompts(
+    target: TargetConfig, draft: DraftModel | None, config: ResolvedConfig, *, chooses_shapes: bool
+) -> Graphs:
+    """Estimate the graphs of prompt steps: one of the target for each shape, and one of a draft."""
+    if reason_against_graphs(target, draft, config) is not None:
+        return NO_GRAPHS
+    _, verified = _launches(target, draft, NO_SPECULATION)
+    launches = [verified]
+    if draft is not None and (chooses_shapes or config.shape.steps):
+        launches.append(_launches(target, draft, ONE_STEP)[0] + LAUNCHES_AROUND)
+    shapes = prompt_shapes(config)
+    return Graphs(len(shapes) * len(launches), len(shapes) * sum(launches) * BYTES_OF_LAUNCH)
 
 
 def _graphs(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +46,7 @@ LAYER_NAME = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers)\.\d+\.")
 SHOW_AFTER_S = 3.0
 """Seconds of loading after which a terminal gets a progress bar."""
 _Model = TypeVar("_Model", bound=torch.nn.Module)
+_Item = TypeVar("_Item")
 
 
 def read_target_config(folder: Path) -> TargetConfig:
@@ -338,11 +339,23 @@ def fill(
         dtype: dtype of the parameters, but for those of :func:`stays_exact`.
         device: device of the parameters.
     """
+    missing = [(name, parameter) for name, parameter in model.named_parameters() if parameter.is_meta]
+    for name, parameter in with_progress(missing):
+        # Stack the published tensors.
+        parameter_dtype = dtype_of(model, name, dtype)
+        pieces = [take(published, part.name, parameter_dtype, layout).to(device) for part in parts[name]]
+        value = pieces[0]
+        if len(pieces) > 1:
+            value = torch.cat(pieces)
+        set_parameter(model, name, value.view(parameter.shape))
+
+
+def with_progress(weights: Iterable[_Item]) -> Iterator[_Item]:
+    """Iterate over weights that are loaded, with a progress bar on a terminal if it takes long."""
     from tqdm import tqdm
 
-    missing = [(name, parameter) for name, parameter in model.named_parameters() if parameter.is_meta]
     with tqdm(
-        missing,
+        weights,
         desc="loading weights",
         unit="tensor",
         delay=SHOW_AFTER_S,
@@ -350,20 +363,21 @@ def fill(
         dynamic_ncols=True,
         disable=None,  # no bar without a terminal
     ) as bar:
-        for name, parameter in bar:
-            # Stack the published tensors.
-            parameter_dtype = dtype
-            if stays_exact(model, name):
-                parameter_dtype = torch.float32
-            pieces = [take(published, part.name, parameter_dtype, layout).to(device) for part in parts[name]]
-            value = pieces[0]
-            if len(pieces) > 1:
-                value = torch.cat(pieces)
-            value = value.view(parameter.shape)
+        yield from bar
 
-            # Assign the parameter in its module.
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, parameter.requires_grad))
+
+def set_parameter(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace the values of a parameter that is on the meta device. Its ``requires_grad`` stays."""
+    owner, _, leaf = name.rpartition(".")
+    requires_grad = model.get_parameter(name).requires_grad
+    setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad))
+
+
+def dtype_of(model: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of a parameter of a model in ``dtype``."""
+    if stays_exact(model, name):
+        return torch.float32
+    return dtype
 
 
 def stays_exact(model: torch.nn.Module, name: str) -> bool:

@@ -148,6 +148,38 @@ def take(
     return layout.weight(tensor, scales).dense(dtype)
 
 
+def take_rows(
+    published: dict[str, torch.Tensor],
+    name: str,
+    rows: range,
+    dtype: torch.dtype,
+    layout: FP8Layout | None,
+) -> torch.Tensor:
+    """Remove a tensor as :func:`take` does, and return some indices of its first dimension. Nothing else of
+    a mapped tensor is read, but for the rest of fp8 blocks that ``rows`` cut.
+
+    Args:
+        rows: consecutive indices.
+    """
+    tensor = published.pop(name)
+    scales = None
+    if layout is not None:
+        scales = published.pop(name + layout.suffix, None)
+    if layout is None or scales is None:
+        return tensor[rows.start : rows.stop].to(dtype)
+
+    # Whole blocks of fp8; of stacked experts, the first dimension is not in blocks.
+    weight = layout.weight(tensor, scales)
+    block = 1
+    if tensor.ndim == 2:
+        block = weight.block[0]
+    start = rows.start // block * block
+    values = weight.values[start : rows.stop]
+    block_scales = weight.scales[start // block : -(-rows.stop // block)]
+    dense = FP8Weight(values, block_scales, weight.block).dense(dtype)
+    return dense[rows.start - start :]
+
+
 def dequantised(
     published: Mapping[str, torch.Tensor], layout: FP8Layout | None
 ) -> Iterator[tuple[str, torch.Tensor]]:

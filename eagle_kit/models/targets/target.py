@@ -121,6 +121,18 @@ class Target(nn.Module, ABC):
         cannot be captured in a graph; None if no operation does."""
         return None
 
+    def layer_state(self, index: int) -> dict[str, torch.Tensor]:
+        """State of a layer with whole weights. Processes that share it as shards of FSDP2 call this together,
+        and it is gathered."""
+        from torch.distributed.tensor import DTensor
+
+        state = {}
+        for name, value in self.layers[index].state_dict().items():
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            state[name] = value
+        return state
+
     @property
     def norm_weight(self) -> torch.Tensor:
         """Weight ``[H]`` of the final norm, which models store in different ways.

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.ops.accept.types import SUM_TOLERANCE
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.sampling.triton import (
     best_of_chunks,
     chunk_sums,
@@ -443,7 +444,7 @@ def _padded(nodes: int) -> int:
     return triton.next_power_of_2(nodes)
 
 
-@torch.library.custom_op("eagle_kit::accept_most_likely", mutates_args=())
+@custom_operator("eagle_kit::accept_most_likely")
 def accept_most_likely(
     logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, steps: int
 ) -> AcceptedTensors:
@@ -463,7 +464,7 @@ def accept_most_likely(
     return out
 
 
-@torch.library.custom_op("eagle_kit::accept_target_only", mutates_args=())
+@custom_operator("eagle_kit::accept_target_only")
 def accept_target_only(
     parts: list[torch.Tensor],
     tokens: torch.Tensor,
@@ -488,7 +489,7 @@ def accept_target_only(
     return out
 
 
-@torch.library.custom_op("eagle_kit::accept_stochastic", mutates_args=())
+@custom_operator("eagle_kit::accept_stochastic")
 def accept_stochastic(
     parts: list[torch.Tensor],
     q: torch.Tensor | None,
@@ -529,7 +530,7 @@ def accept_stochastic(
     return out
 
 
-@torch.library.custom_op("eagle_kit::accept_block", mutates_args=())
+@custom_operator("eagle_kit::accept_block")
 def accept_block(
     parts: list[torch.Tensor],
     q: torch.Tensor,
@@ -561,7 +562,7 @@ def _empty_outcome(seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     return num_emitted, finite, torch.empty_like(seq_lens), torch.empty_like(seq_lens)
 
 
-@torch.library.custom_op("eagle_kit::accept_outcome", mutates_args=())
+@custom_operator("eagle_kit::accept_outcome")
 def outcome(
     best: torch.Tensor,
     path: torch.Tensor,

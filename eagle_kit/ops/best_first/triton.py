@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.tree_build import Tree
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -93,7 +94,7 @@ def _empty_window(roots: torch.Tensor, nodes: int) -> Window:
     return tokens, parents, depths, ancestors
 
 
-@torch.library.custom_op("eagle_kit::best_first", mutates_args=())
+@custom_operator("eagle_kit::best_first")
 def _search(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, nodes: int) -> Window:
     out = _empty_window(roots, nodes)
     b, steps, topk = tokens.shape

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
+
 BLOCK = 256
 """Words of each tensor that a program copies: 2 KB, one load of 16 bytes per thread at 4 warps. A row of
 Llama 3 8B is 32 such pieces: one request's path of five nodes already reaches all 132 multiprocessors of an
@@ -75,7 +77,7 @@ def _words(store: torch.Tensor) -> torch.Tensor:
     return store.view(torch.uint8)
 
 
-@torch.library.custom_op("eagle_kit::commit_path", mutates_args=("k", "v"))
+@custom_operator("eagle_kit::commit_path", mutates_args=("k", "v"))
 def commit_path(
     k: torch.Tensor,
     v: torch.Tensor | None,

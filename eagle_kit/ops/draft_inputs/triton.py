@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
 
 
@@ -59,7 +60,7 @@ def _outputs(
     return features.new_empty(count, 2 * size), taken
 
 
-@torch.library.custom_op("eagle_kit::draft_inputs", mutates_args=())
+@custom_operator("eagle_kit::draft_inputs")
 def draft_inputs(
     features: torch.Tensor,
     feature_rows: torch.Tensor | None,

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.ops.capability import DeviceFacts, device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.dependent_launch import (
     LINE,
     gdc_launch_dependents,
@@ -197,7 +198,7 @@ def _merge_options(topk: int, tiles: int) -> dict[str, int]:
     }
 
 
-@torch.library.custom_op("eagle_kit::draft_topk", mutates_args=())
+@custom_operator("eagle_kit::draft_topk")
 def draft_topk(
     x: torch.Tensor, weight: torch.Tensor, topk: int, normalized: bool, token_map: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.ops.capability import device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.fp8 import E4M3
 from eagle_kit.ops.fp8_bits import widened
 
@@ -226,7 +227,7 @@ def _operands(
     return (values, scales), (group_rows, group_size), {"SCALED": not block, "GROUPED": bool(block)}
 
 
-@torch.library.custom_op("eagle_kit::routed_experts", mutates_args=())
+@custom_operator("eagle_kit::routed_experts")
 def routed_experts(
     x: torch.Tensor,
     ids: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
 
 
@@ -73,7 +74,7 @@ def _num_warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
-@torch.library.custom_op("eagle_kit::rms_norm", mutates_args=())
+@custom_operator("eagle_kit::rms_norm")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x [..., H]`` contiguous, ``weight [H]`` -> the same shape and dtype as ``x``."""
     out = torch.empty_like(x)
@@ -86,7 +87,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("eagle_kit::add_rms_norm", mutates_args=())
+@custom_operator("eagle_kit::add_rms_norm")
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

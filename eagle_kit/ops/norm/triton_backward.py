@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.ops.capability import device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.norm.triton import add_rms_norm, rms_norm
 
 
@@ -67,7 +68,7 @@ def _num_programs(rows: int, block: int, device: torch.device) -> int:
     return min(rows, device_facts(device).multiprocessors * min(64, max(2, 8192 // block)))
 
 
-@torch.library.custom_op("eagle_kit::rms_norm_backward", mutates_args=())
+@custom_operator("eagle_kit::rms_norm_backward")
 def rms_norm_backward(
     dy: torch.Tensor, dtotal: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.ops.capability import DeviceFacts, device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.recurrence.plan import TextPlan
 from eagle_kit.ops.recurrence.reference import Inputs, Written
 
@@ -278,7 +279,7 @@ def _of_window(sizes: dict[str, int], nodes: int, facts: DeviceFacts) -> dict[st
     return {**sizes, "TILE": max(LEAST, sizes["TILE"] // 2)}
 
 
-@torch.library.custom_op("eagle_kit::recurrent_window", mutates_args=())
+@custom_operator("eagle_kit::recurrent_window")
 def _run_window(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -323,7 +324,7 @@ def recurrent_window(
     return out, Written(k, written, decays)
 
 
-@torch.library.custom_op("eagle_kit::commit_recurrent", mutates_args=("states",))
+@custom_operator("eagle_kit::commit_recurrent", mutates_args=("states",))
 def _run_commit(
     states: torch.Tensor,
     slots: torch.Tensor,
@@ -366,7 +367,7 @@ def commit_recurrent(
     )
 
 
-@torch.library.custom_op("eagle_kit::recurrent_texts", mutates_args=("states",))
+@custom_operator("eagle_kit::recurrent_texts", mutates_args=("states",))
 def _run_texts(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
 
 
@@ -309,7 +310,7 @@ def _outputs(
     return qkv.new_empty((num_tokens, num_heads, head_dim)), qkv.new_empty(kv_shape), qkv.new_empty(kv_shape)
 
 
-@torch.library.custom_op("eagle_kit::rope_store", mutates_args=("k_rows", "v_rows"))
+@custom_operator("eagle_kit::rope_store", mutates_args=("k_rows", "v_rows"))
 def rope_store(
     qkv: torch.Tensor,
     positions: torch.Tensor,

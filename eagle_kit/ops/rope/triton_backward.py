@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
+
 HEADS = 8
 """Heads of a program."""
 
@@ -56,7 +58,7 @@ def _rotate(
     tl.store(out + row + d[None, :], result.to(out.dtype.element_ty), inside)
 
 
-@torch.library.custom_op("eagle_kit::rope_rotate", mutates_args=())
+@custom_operator("eagle_kit::rope_rotate")
 def rope_rotate(
     x: torch.Tensor,
     cos: torch.Tensor,

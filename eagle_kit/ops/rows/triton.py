@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
+
 BLOCK = 512
 """Words of a table that a program copies."""
 NUM_WARPS = 8
@@ -69,7 +71,7 @@ def _gathered(tables: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tens
     return [table.new_empty(len(rows), *table.shape[1:]) for table in tables]
 
 
-@torch.library.custom_op("eagle_kit::gather_rows", mutates_args=())
+@custom_operator("eagle_kit::gather_rows")
 def gather_rows(tables: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
     """Rows ``rows [B]`` of contiguous tables ``[M, ...]``."""
     out = _gathered(tables, rows)
@@ -82,7 +84,7 @@ def _(tables, rows):
     return _gathered(tables, rows)
 
 
-@torch.library.custom_op("eagle_kit::write_rows", mutates_args=("tables",))
+@custom_operator("eagle_kit::write_rows", mutates_args=("tables",))
 def write_rows(tables: list[torch.Tensor], rows: torch.Tensor, values: list[torch.Tensor]) -> None:
     """Write ``values [B, ...]`` to rows ``rows [B]`` of ``tables [M, ...]``, all contiguous."""
     for table, value in zip(tables, values, strict=True):

@@ -28,6 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
+
 ROUNDS = 8
 """Rounds of the radix search: 4 of the 31 bits each, 3 in the first one."""
 DIGITS = 16
@@ -480,7 +482,7 @@ def _filter(
     return bounds, lasts
 
 
-@torch.library.custom_op("eagle_kit::filter_logits", mutates_args=())
+@custom_operator("eagle_kit::filter_logits")
 def filter_logits(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -559,7 +561,7 @@ def rows_of(parts: list[torch.Tensor]) -> tuple[Rows, bool]:
     return (logits, stats, last, sums), False
 
 
-@torch.library.custom_op("eagle_kit::sample", mutates_args=())
+@custom_operator("eagle_kit::sample")
 def sample(uniforms: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
     """Sample tokens int64 ``[...]`` with ``uniforms`` fp64 ``[...]``, contiguous, from a distribution in the
     form of ``distribution_parts``. Two launches for probabilities, one for a ``FilteredLogits``."""
@@ -578,7 +580,7 @@ def _(uniforms, parts):
     return torch.empty(uniforms.shape, dtype=torch.int64, device=uniforms.device)
 
 
-@torch.library.custom_op("eagle_kit::filtered_probs", mutates_args=())
+@custom_operator("eagle_kit::filtered_probs")
 def filtered_probs(
     logits: torch.Tensor, stats: torch.Tensor, last: torch.Tensor, sums: torch.Tensor
 ) -> torch.Tensor:
@@ -597,7 +599,7 @@ def _(logits, stats, last, sums):
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-@torch.library.custom_op("eagle_kit::sample_distinct", mutates_args=())
+@custom_operator("eagle_kit::sample_distinct")
 def sample_distinct(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Sample tokens int64 ``[B, K]`` without replacement from ``probs [B, V]`` with ``uniforms`` fp64 ``[B,
     K]``, both contiguous; 2 launches."""
@@ -617,7 +619,7 @@ def _(probs, uniforms):
     return torch.empty(uniforms.shape, dtype=torch.int64, device=probs.device)
 
 
-@torch.library.custom_op("eagle_kit::uniforms", mutates_args=())
+@custom_operator("eagle_kit::uniforms")
 def uniforms(
     seeds: torch.Tensor, positions: torch.Tensor, count: int, stream: int, of_cycle: bool
 ) -> torch.Tensor:

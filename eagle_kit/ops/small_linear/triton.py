@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.ops.capability import DeviceFacts, device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.dependent_launch import (
     LINE,
     gdc_launch_dependents,
@@ -213,7 +214,7 @@ def choose_splits(programs: int, tiles: int, slots: int) -> int:
     return min(range(1, max(1, min(tiles, 32)) + 1), key=cost)
 
 
-@torch.library.custom_op("eagle_kit::small_linear", mutates_args=())
+@custom_operator("eagle_kit::small_linear")
 def small_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -226,7 +227,7 @@ def small_linear(
     return _launch(x, weight, scales, bias, block, x.new_empty(x.shape[0], weight.shape[0]), False)
 
 
-@torch.library.custom_op("eagle_kit::small_linear_swiglu", mutates_args=())
+@custom_operator("eagle_kit::small_linear_swiglu")
 def small_linear_swiglu(
     x: torch.Tensor,
     weight: torch.Tensor,

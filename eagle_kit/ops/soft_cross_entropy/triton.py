@@ -28,6 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
+
 BLOCK = 2048
 NUM_WARPS = 4
 CHUNK_ROWS = 4096
@@ -76,7 +78,7 @@ def _soft_cross_entropy(logits, probs, index, row_weights, losses, best, vocab, 
         tl.store(z_row + i, dz.to(logits.dtype.element_ty), inside)
 
 
-@torch.library.custom_op("eagle_kit::soft_cross_entropy_", mutates_args=("logits",))
+@custom_operator("eagle_kit::soft_cross_entropy_", mutates_args=("logits",))
 def soft_cross_entropy_(
     logits: torch.Tensor, probs: torch.Tensor, index: torch.Tensor, row_weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +105,7 @@ def _(logits, probs, index, row_weights):
     return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int64)
 
 
-@torch.library.custom_op("eagle_kit::linear_soft_cross_entropy_", mutates_args=("dw",))
+@custom_operator("eagle_kit::linear_soft_cross_entropy_", mutates_args=("dw",))
 def linear_soft_cross_entropy_(
     h: torch.Tensor,
     weight: torch.Tensor,

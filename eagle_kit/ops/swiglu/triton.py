@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
 
 
@@ -74,7 +75,7 @@ def _launch(kernel, gate_up: torch.Tensor, *tensors: torch.Tensor) -> None:
     )
 
 
-@torch.library.custom_op("eagle_kit::swiglu", mutates_args=())
+@custom_operator("eagle_kit::swiglu")
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """``gate_up [..., 2 I]`` contiguous -> ``[..., I]``."""
     out = _output(gate_up)
@@ -89,7 +90,7 @@ def _output(gate_up: torch.Tensor) -> torch.Tensor:
 swiglu.register_fake(_output)
 
 
-@torch.library.custom_op("eagle_kit::swiglu_backward", mutates_args=())
+@custom_operator("eagle_kit::swiglu_backward")
 def swiglu_backward(d_out: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """``d_out [..., I]`` and ``gate_up [..., 2 I]``, contiguous -> the gradient of ``gate_up``."""
     d_gate_up = torch.empty_like(gate_up)

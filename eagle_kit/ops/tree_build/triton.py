@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.tree_build.reference import Beam, Candidates, Tree, num_candidates
 
 _LOWEST = tl.constexpr(-(2**31))
@@ -202,7 +203,7 @@ def _empty_record_and_beam(tokens: torch.Tensor, scores: torch.Tensor, n: int) -
     return [*record, torch.empty_like(tokens), tokens.new_empty(b * topk), torch.empty_like(tokens)]
 
 
-@torch.library.custom_op("eagle_kit::start_beam", mutates_args=())
+@custom_operator("eagle_kit::start_beam")
 def _start(tokens: torch.Tensor, scores: torch.Tensor, n: int) -> list[torch.Tensor]:
     out = _empty_record_and_beam(tokens, scores, n)
     b, topk = tokens.shape
@@ -233,7 +234,7 @@ def _empty_beam(tokens: torch.Tensor, scores: torch.Tensor) -> list[torch.Tensor
     return [torch.empty_like(tokens), torch.empty_like(scores), ids, rows, ancestors]
 
 
-@torch.library.custom_op("eagle_kit::grow_beam", mutates_args=("all_tokens", "all_scores", "all_parents"))
+@custom_operator("eagle_kit::grow_beam", mutates_args=("all_tokens", "all_scores", "all_parents"))
 def _grow(
     tokens: torch.Tensor,
     scores: torch.Tensor,
@@ -280,7 +281,7 @@ def grow_beam(
     return Beam(*next_beam)
 
 
-@torch.library.custom_op("eagle_kit::tree_build", mutates_args=())
+@custom_operator("eagle_kit::tree_build")
 def _tree(
     roots: torch.Tensor,
     tokens: torch.Tensor,
@@ -315,7 +316,7 @@ def tree_build(
     return Tree(*_tree(roots, tokens, scores, parents, *shape))
 
 
-@torch.library.custom_op("eagle_kit::chain_build", mutates_args=())
+@custom_operator("eagle_kit::chain_build")
 def _chain(roots: torch.Tensor, tokens: torch.Tensor) -> Window:
     b, steps = tokens.shape
     out = _empty_window(roots, steps + 1)

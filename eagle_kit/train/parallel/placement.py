@@ -5,37 +5,94 @@ every step of training-time test reads, stay whole wherever the layers are.
 """
 
 import copy
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.distributed.collectives import Ranks
-from eagle_kit.models.loading.loader import read_target_config
+from eagle_kit.models.bridge.config import BridgedConfig
+from eagle_kit.models.loading.loader import load_target, read_target_config
+from eagle_kit.models.loading.sharded import load_sharded, load_spread, shard_layers
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.linear import Linear
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
+    from torch.distributed.device_mesh import DeviceMesh
 
 PATIENCE = timedelta(hours=3)
 """Time that a process waits for another one, which may convert a model and tokenise a data set meanwhile."""
 
 
+def load_placed(
+    folder: Path,
+    placement: str,
+    accelerator: "Accelerator | PartialState",
+    dtype: torch.dtype,
+    *,
+    validates: bool = False,
+) -> Target:
+    """Load a target to where it runs: whole, its layers spread over devices, or this process's shards.
+
+    Each process reads what it holds. A target of transformers' own layers is read whole into main memory
+    first, which is printed.
+
+    Args:
+        folder: folder of the model.
+        placement: ``training.target_placement``, but not ``tensor-parallel`` (:func:`load_cut`).
+        dtype: dtype of the weights.
+        validates: True if the run decodes with the target.
+
+    Raises:
+        UserError: as :func:`~eagle_kit.models.loading.loader.load_target`; a missing GPU; validation with a
+            target that is on several devices.
+    """
+    is_bridged = isinstance(read_target_config(folder), BridgedConfig)
+    cpu = torch.device("cpu")
+
+    # Shards of all processes.
+    if placement == "fsdp":
+        mesh = _mesh(accelerator.device)
+        if not is_bridged:
+            return load_sharded(folder, dtype, mesh, accelerator.device)
+        if accelerator.is_local_main_process:
+            print(f"Every process reads the whole target into main memory: {folder} has no layers here.")
+        target = load_target(folder, dtype=dtype, device=cpu)
+        shard_whole(target, mesh, accelerator.device)
+        return target
+
+    # Layers over the devices of this process.
+    if placement == "auto":
+        devices = visible_devices(accelerator)
+        if len(devices) > 1 and validates:
+            raise UserError(
+                f"training.target_placement=auto spreads the target over {len(devices)} devices, and the "
+                "validation decodes on one.",
+                "Set validation.every=0, or training.target_placement=same.",
+            )
+        if not is_bridged:
+            return load_spread(folder, dtype, devices, layer_devices)
+        target = load_target(folder, dtype=dtype, device=devices[0] if len(devices) == 1 else cpu)
+        if len(devices) > 1:
+            target.place_layers([*layer_devices([1] * len(target.layers), devices), devices[0]])
+        return target
+
+    # One device.
+    return load_target(folder, dtype=dtype, device=loading_device(placement, accelerator))
+
+
 def loading_device(placement: str, accelerator: "Accelerator | PartialState") -> torch.device:
-    """Device that the target is loaded to, before :func:`place_target`. Raises UserError for a missing
-    GPU."""
-    if placement in ("same", "tensor-parallel"):
+    """Device of a target that is whole on one. Raises UserError for a missing GPU."""
+    if placement == "same":
         return accelerator.device
-    if placement in ("cpu", "auto", "fsdp"):
-        return torch.device("cpu")
     device = torch.device(placement)
     count = torch.cuda.device_count()
-    if (device.index or 0) >= count:
+    if device.type == "cuda" and (device.index or 0) >= count:
         raise UserError(
             f"training.target_placement is {placement}, but there are {count} CUDA devices.",
             "Name one of them, or set training.target_placement=same.",
@@ -90,31 +147,6 @@ def between_whole_ends(cut: Target, folder: Path) -> Target:
     return whole
 
 
-def place_target(target: Target, config: TrainConfig, accelerator: "Accelerator | PartialState") -> None:
-    """Place a target that was loaded to :func:`loading_device`, after the head was made from it.
-
-    Raises:
-        UserError: validation with a target that is on several devices.
-    """
-    # Embedding and output layer alone.
-    if not target.layers:
-        target.to(accelerator.device)
-        return
-
-    placement = config.training.target_placement
-    if placement == "fsdp":
-        shard_target(target, accelerator.device)
-    elif placement == "auto":
-        devices = visible_devices(accelerator)
-        if len(devices) > 1 and config.validation.every:
-            raise UserError(
-                f"training.target_placement=auto spreads the target over {len(devices)} devices, and the "
-                "validation decodes on one.",
-                "Set validation.every=0, or training.target_placement=same.",
-            )
-        spread_layers(target, devices)
-
-
 def visible_devices(accelerator: "Accelerator | PartialState") -> list[torch.device]:
     """Devices of this process, its own first.
 
@@ -127,45 +159,40 @@ def visible_devices(accelerator: "Accelerator | PartialState") -> list[torch.dev
     return [torch.device("cuda", i) for i in range(accelerator.local_process_index, num_gpus, num_processes)]
 
 
-def spread_layers(target: Target, devices: list[torch.device]) -> None:
-    """Spread the layers over devices: each gets consecutive layers with an equal share of the bytes.
+def layer_devices(sizes: Sequence[int], devices: Sequence[torch.device]) -> list[torch.device]:
+    """Spread layers over devices: each gets consecutive layers with an equal share of the bytes.
 
-    Embedding, norms and output layer are on the first device.
+    Args:
+        sizes: bytes of each layer.
+
+    Returns:
+        The device of each layer, which is that of its middle byte.
     """
-    # A layer goes to the device of its middle byte.
-    sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in target.layers]
     total = sum(sizes)
     before = 0
-    layer_devices = []
+    chosen = []
     for size in sizes:
         index = int((before + size / 2) / total * len(devices))
-        layer_devices.append(devices[min(len(devices) - 1, index)])
+        chosen.append(devices[min(len(devices) - 1, index)])
         before += size
-
-    # Move everything.
-    target.to(devices[0])
-    for layer, device in zip(target.layers, layer_devices, strict=True):
-        layer.to(device)
-    target.place_layers([*layer_devices, devices[0]] if len(devices) > 1 else None)
+    return chosen
 
 
-def shard_target(target: Target, device: torch.device) -> None:
-    """Shard a target over all processes by FSDP2.
-
-    Each process has a shard of every matrix of the layers, and gathers one layer at a time. Norms and biases
-    stay whole, because some are used outside of their layer.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+def shard_whole(target: Target, mesh: "DeviceMesh", device: torch.device) -> None:
+    """Shard a target that is whole in the main memory of every process, see
+    :func:`~eagle_kit.models.loading.sharded.shard_layers`."""
     sharded = {parameter for parameter in target.layers.parameters() if parameter.ndim > 1}
-    whole = set(target.parameters()) - sharded
-    for tensor in (*whole, *target.buffers()):
-        tensor.data = tensor.data.to(device)
-    for layer in target.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
-    fully_shard(target, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+    for tensor in (*target.parameters(), *target.buffers()):
+        if tensor not in sharded:
+            tensor.data = tensor.data.to(device)
+    shard_layers(target, mesh)
+
+
+def _mesh(device: torch.device) -> "DeviceMesh":
+    """All processes in one dimension."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device.type, (torch.distributed.get_world_size(),))
 
 
 def output_layer(target: Target, device: torch.device) -> Linear:

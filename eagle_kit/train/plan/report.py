@@ -7,6 +7,7 @@ from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import find_gpu
+from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.loading.known_targets import target_architecture
 from eagle_kit.train.parallel.processes import with_precision
 from eagle_kit.train.plan.costs import RunCosts
@@ -116,6 +117,8 @@ def report(path: str, planner: GpuPlanner, gpu: str) -> str:
     # Layout and speed, disk, and capture.
     for count, placement in placements.items():
         lines.append(f"{count} x {gpu}: {_describe(placement, count)}")
+        if placement is not None and placement.layout.target == "sharded":
+            lines.append(_loading(planner, count))
     lines += [_disk(planner), _capture(planner, gpu), ASSUMPTIONS]
     return "\n".join(lines)
 
@@ -144,6 +147,21 @@ def _describe(placement: Placement | None, count: int) -> str:
     return (
         f"{description}; {placement.seconds_per_step:.2f} s a step, "
         f"{placement.tokens_per_day / 1e6:.0f} M tokens a day"
+    )
+
+
+def _loading(planner: GpuPlanner, count: int) -> str:
+    """Bytes that ``count`` processes read of a sharded target, and main memory that this takes."""
+    costs = planner.costs
+    size = costs.target_weights[1] * costs.numerics.operand
+    if isinstance(costs.target, BridgedConfig):
+        return (
+            f"loading each of {count} processes reads the target into main memory: {_gb(size)} GB, together "
+            f"{_gb(count * size)} GB"
+        )
+    return (
+        f"loading {count} processes read {_gb(size)} GB of the target together, each its shard; main memory "
+        "has the files' pages alone"
     )
 
 

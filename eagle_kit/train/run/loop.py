@@ -26,7 +26,7 @@ from eagle_kit.report.environment import peak_memory_gb
 from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.optim.strategy import on_device
 from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
-from eagle_kit.train.parallel.placement import output_layer, place_target
+from eagle_kit.train.parallel.placement import output_layer
 from eagle_kit.train.parallel.processes import (
     gather_objects,
     make_accelerator,
@@ -199,10 +199,9 @@ class Trainer:
         if checkpoint is not None:
             self._check_state_format(checkpoint, _state_format(store))
 
-        # Target and head on their devices.
+        # The head reads the output layer on its device.
         sharding = sharding_asked_for(os.environ)
         self.head.bind(output_layer(target, accelerator.device))
-        place_target(target, config, accelerator)
         self.components.share_embedding()
 
         # Optimiser.

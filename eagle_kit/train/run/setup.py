@@ -30,7 +30,7 @@ from eagle_kit.models.loading.source import (
 )
 from eagle_kit.models.loading.target_folders import remember_folder
 from eagle_kit.models.targets.target import Target
-from eagle_kit.train.parallel.placement import between_whole_ends, check_shared, load_cut, loading_device
+from eagle_kit.train.parallel.placement import between_whole_ends, check_shared, load_cut, load_placed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -124,11 +124,16 @@ def load_components(
         target = between_whole_ends(cut, folder)
         return TrainingComponents(target, folder, weights, tokenizer, data, cut)
 
+    # Embedding and output layer alone.
+    if not runs_target:
+        target = load_target(folder, dtype=dtype, device=accelerator.device, with_layers=False)
+        return TrainingComponents(target, folder, weights, tokenizer, data)
+
     # A target of one process, or one that FSDP shards; validation decodes that one by tensor parallelism.
-    device = loading_device(placement, accelerator)
-    target = load_target(folder, dtype=dtype, device=str(device), with_layers=runs_target)
+    validates = config.validation.every > 0
+    target = load_placed(folder, placement, accelerator, dtype, validates=validates)
     validation_cut = None
-    if runs_target and placement == "fsdp" and config.validation.every > 0:
+    if placement == "fsdp" and validates:
         validation_cut = load_cut(folder, accelerator, dtype, "Set validation.every=0.")
     return TrainingComponents(target, folder, weights, tokenizer, data, validation_cut)
 

@@ -69,6 +69,16 @@ int device_absent(const char *call, int error);
 /* A call that failed: logs it, makes it the last error of this thread, and returns it. */
 int device_fail(int error, const char *call, const char *detail);
 
+/* Virtual memory. A range of addresses has no memory until some is mapped; NULL: there is none. */
+void *device_reserve_addresses(size_t size);
+void device_free_addresses(void *start, size_t size);
+/* Bytes of a device that are in use from now on, mapped or not: 0, or out of memory. */
+int device_take_memory(int device, size_t size, const char *call);
+void device_return_memory(int device, size_t size);
+/* Gives addresses bytes, and takes them away again: false where nothing was mapped at `start`. */
+void device_map_memory(int device, void *start, size_t size);
+bool device_unmap_memory(void *start);
+
 void device_count(enum Counter counter, long number);
 void device_note(int kind, const char *call, const char *detail);
 
@@ -90,6 +100,10 @@ void device_reset_peak(int device);
 void device_set_memory(int device, size_t bytes);
 /* Mode "counting": copies and fills of more bytes are counted only. Returns the number of before. */
 size_t device_copy_up_to(size_t bytes);
+
+/* While `held`, works of streams other than the legacy one run as late as may be: when somebody waits for their stream,
+   or for an event that was recorded in it. */
+void device_hold_streams(bool held);
 
 /* Python's stack is written to `fd` by the handler of `signal` (faulthandler.register). */
 void device_trace_by(int signal, int fd);

@@ -483,6 +483,15 @@ static void run_all_queues(int device) {
         if (stream->device == device) run_queue(stream);
 }
 
+static bool holds;
+
+/* While streams are held, works of streams other than the legacy one wait until somebody waits for their stream. */
+void device_hold_streams(bool held) {
+    holds = held;
+    if (held) return;
+    for (int device = 0; device < MAX_DEVICES; device++) run_all_queues(device);
+}
+
 /* The one way of a work into a stream: a node of the graph that the stream captures, or an entry of its queue. */
 static cudaError_t enqueue(Stream *stream, Work work, const char *call) {
     cudaError_t error = check_legacy_order(stream, call);
@@ -497,7 +506,7 @@ static cudaError_t enqueue(Stream *stream, Work work, const char *call) {
     append(capture ? &capture->graph->works : &stream->queue, work);
     if (capture) stream->captured++;
     pthread_mutex_unlock(&lock);
-    if (!capture) run_queue(stream);
+    if (!capture && (stream->is_legacy || !holds)) run_queue(stream);
     return cudaSuccess;
 }
 
@@ -704,6 +713,56 @@ static cudaError_t give_back(void *address, const char *call) {
         munmap(block.start, block.size);
     }
     return cudaSuccess;
+}
+
+/* Virtual memory: ranges of addresses, memory on the books, and what is mapped where (driver.c). */
+
+void *device_reserve_addresses(size_t size) {
+    void *start = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return start == MAP_FAILED ? NULL : start;
+}
+
+void device_free_addresses(void *start, size_t size) { munmap(start, size); }
+
+int device_take_memory(int number, size_t size, const char *call) {
+    Device *device = &devices[number];
+    pthread_mutex_lock(&lock);
+    size_t used = device->used;
+    bool fits = size <= device->total - used;
+    if (fits) device->used += size;
+    if (device->used > device->peak) device->peak = device->used;
+    pthread_mutex_unlock(&lock);
+
+    char detail[sizeof((LogEntry *)0)->detail];
+    snprintf(detail, sizeof detail, "%zu bytes, %zu of %zu in use", size, used, device->total);
+    if (!fits) {
+        device_count(COUNT_out_of_memory, 1);
+        add_entry(LOG_OUT_OF_MEMORY, cudaErrorMemoryAllocation, call, detail);
+        return answer(cudaErrorMemoryAllocation);
+    }
+    device_count(COUNT_device_allocations, 1);
+    device_note(LOG_ALLOCATION, call, detail);
+    return cudaSuccess;
+}
+
+void device_return_memory(int number, size_t size) {
+    pthread_mutex_lock(&lock);
+    devices[number].used -= size;
+    pthread_mutex_unlock(&lock);
+}
+
+void device_map_memory(int number, void *start, size_t size) {
+    mprotect(start, size, PROT_READ | PROT_WRITE);
+    if (has_values) memset(start, 0xFF, size);
+    add_block((Block){.start = start, .size = size, .device = number});
+}
+
+bool device_unmap_memory(void *start) {
+    Block block = take_block(start);
+    if (!block.size) return false;
+    madvise(block.start, block.size, MADV_DONTNEED);
+    mprotect(block.start, block.size, PROT_NONE);
+    return true;
 }
 
 cudaError_t cudaMalloc(void **address, size_t size) {

@@ -507,8 +507,8 @@ def test_a_sharded_target_is_captured_by_processes_with_unequal_shares(make_run:
     script = (
         "import sys\n"
         "from eagle_kit.train.parallel import placement\n"
-        "shard = placement.shard_target\n"
-        "placement.shard_target = lambda *words: (print('SHARDED'), shard(*words))\n"
+        "load = placement.load_sharded\n"
+        "placement.load_sharded = lambda *words: (print('SHARDED'), load(*words))[1]\n"
         "from eagle_kit.cli.app import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
@@ -542,10 +542,13 @@ def test_a_target_is_spread_before_it_is_captured(
     from eagle_kit.train.parallel import placement
 
     asked: list[list[torch.device]] = []
-    spread = placement.spread_layers
-    monkeypatch.setattr(
-        placement, "spread_layers", lambda target, devices: (asked.append(devices), spread(target, devices))
-    )
+    spread = placement.load_spread
+
+    def watched(folder: Path, dtype: torch.dtype, devices: list[torch.device], choose: Any) -> Any:
+        asked.append(devices)
+        return spread(folder, dtype, devices, choose)
+
+    monkeypatch.setattr(placement, "load_spread", watched)
     assert Store(make_run(validation={"every": 5})).capture("training.target_placement=auto") == 0
     assert asked == [[HERE]]
 

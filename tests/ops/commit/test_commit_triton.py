@@ -194,4 +194,4 @@ def test_the_operators_declare_what_they_do(triton_device):
     checks = ("test_schema", "test_faketensor")
     path = (rows[1:], 1, rows[1:], rows[1], 1 + rows[1], 7, 1)
     for values in (v, None):
-        torch.library.opcheck(triton.commit_path, (k, values, *path), test_utils=checks)
+        torch.library.opcheck(triton.commit_path.overload, (k, values, *path), test_utils=checks)

@@ -191,7 +191,7 @@ def test_the_operator_is_well_formed(triton_device):
 
     x, weight = make(2, 40, 16, torch.float32, triton_device)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(triton.draft_topk, (x, weight, 2, True, None), test_utils=tests)
+    torch.library.opcheck(triton.draft_topk.overload, (x, weight, 2, True, None), test_utils=tests)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

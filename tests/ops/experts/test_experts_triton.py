@@ -100,7 +100,9 @@ def test_the_operation_is_described_to_tracers(triton_device):
     import eagle_kit.ops.experts.triton as kernels
 
     x, ids, weights, gate_up, down = given
-    torch.library.opcheck(kernels.routed_experts, (x, ids, weights, gate_up, None, [], down, None, []))
+    torch.library.opcheck(
+        kernels.routed_experts.overload, (x, ids, weights, gate_up, None, [], down, None, [])
+    )
     with FakeTensorMode() as mode:
         x, ids, weights, gate_up, down = (mode.from_tensor(tensor) for tensor in given)
         out = kernels.routed_experts(x, ids, weights, gate_up, None, [], down, None, [])

@@ -118,8 +118,10 @@ def test_the_operations_keep_the_rules_of_custom_operations(triton_device):
 
     (x, residual, weight), _ = make((4, 12), torch.float32, torch.float32, triton_device)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(triton_backward.rms_norm, (x, weight, 1e-5), test_utils=utils)
-    torch.library.opcheck(triton_backward.add_rms_norm, (x, residual, weight, 1e-5), test_utils=utils)
+    torch.library.opcheck(triton_backward.rms_norm.overload, (x, weight, 1e-5), test_utils=utils)
+    torch.library.opcheck(
+        triton_backward.add_rms_norm.overload, (x, residual, weight, 1e-5), test_utils=utils
+    )
 
 
 def test_fake_tensors_pass():

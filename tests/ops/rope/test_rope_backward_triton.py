@@ -105,7 +105,7 @@ def test_the_operation_keeps_the_rules_of_custom_operations(triton_device):
     x = torch.randn(3, 4, 8, device=triton_device, requires_grad=True)
     cos, sin = torch.randn(2, 3, 1, 8, device=triton_device)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(rope_rotate, (x, cos, sin, 3, True, False), test_utils=utils)
+    torch.library.opcheck(rope_rotate.overload, (x, cos, sin, 3, True, False), test_utils=utils)
 
 
 def test_fake_tensors_pass():

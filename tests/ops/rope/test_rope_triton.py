@@ -279,4 +279,4 @@ def test_the_operators_declare_what_they_do(triton_device):
         (*stores, rows, [], 1.0, 1.0, False),
         (*stores, None, [0, 2, 1], 1.0, 1.0, False),
     ):
-        torch.library.opcheck(triton.rope_store, (*head, *slots), test_utils=checks)
+        torch.library.opcheck(triton.rope_store.overload, (*head, *slots), test_utils=checks)

@@ -280,12 +280,12 @@ def test_equals_the_reference(triton_device, kernels, dtype):
 def test_the_operator_is_registered_as_it_behaves(triton_device, kernels):
     x, weight, bias = make(3, 10, 20, torch.bfloat16, triton_device)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernels.small_linear, (x, weight, None, bias, []), test_utils=checks)
+    torch.library.opcheck(kernels.small_linear.overload, (x, weight, None, bias, []), test_utils=checks)
     for block in (None, (128, 128)):  # the check of schemas cannot compare fp8
         held, _ = in_fp8(weight, block)
         arguments = (x, held.values, held.scales, None, list(block or ()))
-        torch.library.opcheck(kernels.small_linear, arguments, test_utils=checks[1:])
-        torch.library.opcheck(kernels.small_linear_swiglu, arguments, test_utils=checks[1:])
+        torch.library.opcheck(kernels.small_linear.overload, arguments, test_utils=checks[1:])
+        torch.library.opcheck(kernels.small_linear_swiglu.overload, arguments, test_utils=checks[1:])
 
 
 def test_fake_tensors_pass():

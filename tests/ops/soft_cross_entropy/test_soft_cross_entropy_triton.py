@@ -233,9 +233,9 @@ def test_the_operations_keep_the_rules_of_custom_operations(triton_device):
 
     z, probs, index, weights = logits_case(2, 33, torch.float32, triton_device)
     utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(triton.soft_cross_entropy_, (z, probs, index, weights), test_utils=utils)
+    torch.library.opcheck(triton.soft_cross_entropy_.overload, (z, probs, index, weights), test_utils=utils)
     h, w, probs, index, weights = fused_case(3, 40, 8, 2, torch.float32, triton_device)
     h, w = h.detach(), w.detach()
     for dw in (torch.zeros_like(w), w.new_empty(0)):
         arguments = (h, w, probs, index, weights, dw, torch.float32, 2)
-        torch.library.opcheck(triton.linear_soft_cross_entropy_, arguments, test_utils=utils)
+        torch.library.opcheck(triton.linear_soft_cross_entropy_.overload, arguments, test_utils=utils)

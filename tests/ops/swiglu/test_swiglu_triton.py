@@ -98,10 +98,12 @@ def test_the_operators_declare_what_they_do(triton_device):
 
     gate_up, d_out = inputs((2, 4), torch.float32, triton_device)
     torch.library.opcheck(
-        triton.swiglu,
+        triton.swiglu.overload,
         (gate_up.requires_grad_(),),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
     torch.library.opcheck(
-        triton.swiglu_backward, (d_out, gate_up.detach()), test_utils=("test_schema", "test_faketensor")
+        triton.swiglu_backward.overload,
+        (d_out, gate_up.detach()),
+        test_utils=("test_schema", "test_faketensor"),
     )

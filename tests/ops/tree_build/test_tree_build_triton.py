@@ -279,9 +279,11 @@ def test_the_operators_are_well_formed(triton_device):
     shape = SpecShape(3, 2, 5)
     drafted = [tuple(x.to(triton_device) for x in pair) for pair in proposals(shape, 2, "random")]
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(triton._start, (*drafted[0], 10), test_utils=tests)
+    torch.library.opcheck(triton._start.overload, (*drafted[0], 10), test_utils=tests)
     (beam, *_), candidates = run(shape, drafted, ("triton", triton_device))
     nodes = (beam.tokens, beam.scores, beam.ids, beam.ancestors)
-    torch.library.opcheck(triton._grow, (*nodes, *drafted[1], *candidates, 1), test_utils=tests)
-    torch.library.opcheck(triton._tree, (beam.tokens[:, 0], *candidates, *shape), test_utils=tests)
-    torch.library.opcheck(triton._chain, (beam.tokens[:, 0].contiguous(), beam.tokens), test_utils=tests)
+    torch.library.opcheck(triton._grow.overload, (*nodes, *drafted[1], *candidates, 1), test_utils=tests)
+    torch.library.opcheck(triton._tree.overload, (beam.tokens[:, 0], *candidates, *shape), test_utils=tests)
+    torch.library.opcheck(
+        triton._chain.overload, (beam.tokens[:, 0].contiguous(), beam.tokens), test_utils=tests
+    )

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from families import family_config
+from tiny_mixtures import randomised, v3
 from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.sharded import load_spread
 from eagle_kit.train.parallel.placement import (
+    layer_devices,
+    load_placed,
     loading_device,
     output_layer,
-    place_target,
-    spread_layers,
     visible_devices,
 )
 
@@ -29,9 +32,8 @@ def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 
 def test_states_go_where_the_next_layer_is_and_come_home(tmp_path: Path) -> None:
     """The device without memory stands for a second one: mixing the two raises."""
-    target = load_target(make_target(tmp_path / "target"))
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    spread_layers(target, [cpu, meta])
+    target = load_spread(make_target(tmp_path / "target"), torch.float32, [cpu, meta], layer_devices)
     where = [next(layer.parameters()).device for layer in target.layers]
     assert where == [cpu, cpu, meta, meta] and target.norm.weight.device == cpu
     seen: list[torch.device] = []
@@ -82,11 +84,42 @@ def test_validating_with_a_target_on_several_devices_is_refused(
 
     monkeypatch.setattr(placement, "visible_devices", lambda _: [torch.device("cpu"), torch.device("meta")])
     accelerator: Any = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
-    config: Any = SimpleNamespace(
-        training=SimpleNamespace(target_placement="auto"), validation=SimpleNamespace(every=5)
-    )
+    folder = make_target(tmp_path / "target")
     with pytest.raises(UserError, match="spreads the target over 2 devices"):
-        place_target(load_target(make_target(tmp_path / "target")), config, accelerator)
+        load_placed(folder, "auto", accelerator, torch.float32, validates=True)
+    load_placed(folder, "auto", accelerator, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts", "hybrid"])
+def test_a_target_that_is_loaded_layer_by_layer_is_the_same(kind: str, tmp_path: Path) -> None:
+    if kind == "tied":
+        make_target(tmp_path)
+    else:
+        config = v3() if kind == "experts" else family_config("qwen3_next")
+        randomised(config).save_pretrained(tmp_path)
+    accelerator: Any = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    placed = load_placed(tmp_path, "auto", accelerator, torch.bfloat16)
+    whole = load_target(tmp_path, dtype=torch.bfloat16)
+    assert (placed.lm_head.weight is placed.embed_tokens.weight) == (kind == "tied")
+    weights = dict(placed.named_parameters())
+    expected = dict(whole.named_parameters())
+    assert weights.keys() == expected.keys() and not any(each.requires_grad for each in weights.values())
+    for name, weight in expected.items():
+        assert weights[name].dtype == weight.dtype and weights[name].equal(weight), name
+    assert placed.rope.inv_freq.equal(whole.rope.inv_freq)
+
+
+def test_a_target_of_transformers_own_layers_cannot_be_spread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle_kit.train.parallel import placement
+
+    randomised(family_config("gpt_neox")).save_pretrained(tmp_path)
+    accelerator: Any = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    load_placed(tmp_path, "auto", accelerator, torch.float32)
+    monkeypatch.setattr(placement, "visible_devices", lambda _: [torch.device("cpu"), torch.device("meta")])
+    with pytest.raises(UserError, match="cannot be spread over devices"):
+        load_placed(tmp_path, "auto", accelerator, torch.float32)
 
 
 def test_sharing_the_target_is_refused_where_it_cannot_be(

@@ -94,6 +94,14 @@ def test_the_table_of_the_documentation_is_what_the_tool_prints() -> None:
     assert "\n".join(table(planners, "h100-80g").splitlines()[1:-1]) in text
 
 
+def test_a_plan_says_what_a_sharded_target_reads_and_where_it_is_read_whole() -> None:
+    text = report("c", planner_of("llama-3.3-70b-eagle3"), "h100-80g")
+    assert "8 processes read 141.1 GB of the target together, each its shard" in text
+    bridged = report("c", planner_of("gemma-3-27b-eagle3"), "h100-80g")
+    assert "each of 8 processes reads the target into main memory: 54.0 GB, together 432.1 GB" in bridged
+    assert "processes" not in report("c", planner_of("llama-3.1-8b-eagle3"), "h100-80g")
+
+
 def test_strategies_follow_from_the_sizes() -> None:
     names = {
         ("llama-3.1-8b-eagle3", "h100-80g"): ("fits", "fits"),

@@ -34,6 +34,7 @@ from eagle_kit.ops.attention.online_softmax import LOG2_E
 from eagle_kit.ops.attention.window.plan import WindowPlan
 from eagle_kit.ops.attention.window.sizes import MERGED_NUMBERS, few_enough
 from eagle_kit.ops.capability import device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
 
 PIECES = tl.constexpr(4)
@@ -271,7 +272,7 @@ def _merge(
     tl.store(out + row * LATENT + tl.arange(0, LATENT), acc.to(out.dtype.element_ty))
 
 
-@torch.library.custom_op("eagle_kit::mla_window_attention", mutates_args=("arrivals",))
+@custom_operator("eagle_kit::mla_window_attention", mutates_args=("arrivals",))
 def mla_window_attention(
     q: torch.Tensor,
     rows: torch.Tensor,

@@ -144,6 +144,9 @@ def paged_prefill_attention(
     for table, start, (begin, end) in zip(plan.page_tables, plan.starts.tolist(), chunks, strict=True):
         if begin == end:
             continue
+        if start < 0:
+            out[begin:end] = 0.0
+            continue
 
         # Keys and values of the request up to the chunk's last position.
         stop = start + end - begin

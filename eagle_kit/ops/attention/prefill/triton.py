@@ -9,7 +9,7 @@ of keys k and values v at positions ``first_position .. p`` are
 The G query heads that share a key head are rows of one tile: 128 rows are 128 / G positions. So a block of
 keys is read once for all of them, and little of a tile lies across the diagonal. Blocks before the first
 position of a tile are not masked. The last tiles, which have most keys, run first; tiles past the end of a
-chunk return at once: the grid depends on the host's upper bound on rows.
+chunk return at once: the grid depends on the host's upper bound on rows. Rows of padding get zeros.
 
 Bytes: ``2 T Hq D`` elements of queries and results, ``2 Hkv (start + rows) D`` of the store per request and
 tile, out of the L2 cache except for the first tile. FLOPs: ``4 Hq D`` per visible pair of query and key.
@@ -39,6 +39,7 @@ from eagle_kit.ops.attention.prefill.plan import PrefillPlan
 from eagle_kit.ops.attention.variant import AttentionVariant
 from eagle_kit.ops.attention.window.sizes import block_d, choose_blocks, values_per_element
 from eagle_kit.ops.capability import device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 
 
 @triton.jit(do_not_specialize=["store_rows", "table_stride"])
@@ -75,6 +76,11 @@ def _prefill(
     # Load the queries; find this request's pages, and this head's keys and values.
     first_query = (begin + token) * (HKV * G * D)
     q_at = ((m // G - token) * (HKV * G) + head * G + m % G)[:, None] * D + d[None, :]
+    if start < 0:
+        # Padding attends to nothing. Its output is read by later layers, so it is finite.
+        nothing = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
+        tl.store(out + first_query + q_at, nothing, is_row[:, None] & in_head)
+        return
     queries = tl.load(q + first_query + q_at, is_row[:, None] & in_head, 0.0)
     table = page_tables + request * table_stride
     head_row = head.to(tl.int64) * store_rows
@@ -133,7 +139,7 @@ def _prefill(
     tl.store(out + first_query + q_at, result, is_row[:, None] & in_head)
 
 
-@torch.library.custom_op("eagle_kit::paged_prefill_attention", mutates_args=())
+@custom_operator("eagle_kit::paged_prefill_attention")
 def paged_prefill_attention_op(
     q: torch.Tensor,
     k_rows: torch.Tensor,

@@ -60,6 +60,7 @@ import triton.language as tl
 from eagle_kit.core.errors import UserError
 from eagle_kit.ops.attention.online_softmax import LOG2_E, score_factors, tanh
 from eagle_kit.ops.capability import DeviceFacts, device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 
 MAX_HEAD_SIZE = 256
 
@@ -443,7 +444,7 @@ def _launch(blocks: TTTBlocks) -> dict[str, int]:
     }
 
 
-@torch.library.custom_op("eagle_kit::ttt_attention", mutates_args=())
+@custom_operator("eagle_kit::ttt_attention")
 def ttt_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -506,7 +507,7 @@ def _seen_by(starts: torch.Tensor, stops: torch.Tensor, tokens: int, block: int)
     return torch.stack((begin, end, all_begin, all_end), 1)
 
 
-@torch.library.custom_op("eagle_kit::ttt_attention_backward", mutates_args=())
+@custom_operator("eagle_kit::ttt_attention_backward")
 def ttt_attention_backward(
     dout: torch.Tensor,
     q: torch.Tensor,

@@ -60,6 +60,7 @@ from eagle_kit.ops.attention.window.sizes import (
     values_per_element,
 )
 from eagle_kit.ops.capability import device_facts
+from eagle_kit.ops.custom_operator import custom_operator
 from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
 
 
@@ -221,7 +222,7 @@ def _window(
         tl.store(out + first_query + q_at, result, is_row[:, None] & in_head)
 
 
-@torch.library.custom_op("eagle_kit::window_attention", mutates_args=("arrivals",))
+@custom_operator("eagle_kit::window_attention", mutates_args=("arrivals",))
 def window_attention_op(
     q: torch.Tensor,
     k_rows: torch.Tensor,

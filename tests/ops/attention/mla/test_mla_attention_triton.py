@@ -309,7 +309,7 @@ def test_the_operator_is_registered_as_it_behaves(triton_device, kernels):
     arguments = (q, rows, plan.page_table, plan.prefix_lens, None, plan.ancestors, 16, 0, plan.scratch_start)
     arguments += (plan.scratch_stride, 1, 64, 0.1, 1.0, LATENT, None)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernels.mla_window_attention, arguments, test_utils=checks)
+    torch.library.opcheck(kernels.mla_window_attention.overload, arguments, test_utils=checks)
 
 
 def test_fake_tensors_pass():

@@ -179,6 +179,28 @@ def test_extreme_scores_and_strided_inputs(triton_device, spread):
     torch.testing.assert_close(out, case.expected(q, k, v, 1.0), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rows_of_padding_get_zeros_and_their_pages_are_not_read(triton_device, dtype):
+    """A request of padding without rows, and one of more rows than a tile has."""
+    case = Case(((5, 3), (0, 7)), heads=(4, 2))
+    q, k, v, plan = case.make(dtype, triton_device)
+    exact = case.expected(q, k, v, 0.25)
+    num_padded = 140
+    no_pages = torch.full_like(plan.page_tables, 10**6)
+    padded = replace(
+        plan,
+        page_tables=torch.cat((plan.page_tables, no_pages)),
+        cu_rows=torch.cat((plan.cu_rows, plan.cu_rows[-1:], plan.cu_rows[-1:] + num_padded)),
+        starts=torch.cat((plan.starts, torch.full_like(plan.starts, -1))),
+        max_rows=len(q) + num_padded,
+    )
+    queries = torch.cat((q, torch.full_like(q[:1], float("nan")).expand(num_padded, -1, -1)))
+    for name in ("triton", "reference"):
+        out = paged_prefill_attention(queries, k, v, padded, 0.25, backend=name).double().cpu()
+        torch.testing.assert_close(out[: len(q)], exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        assert torch.equal(out[len(q) :], torch.zeros(num_padded, 4, 16, dtype=torch.float64))
+
+
 def test_no_row(triton_device):
     q, k, v, plan = Case(((3, 2),)).make(torch.float32, triton_device)
     empty = replace(plan, cu_rows=plan.cu_rows * 0, max_rows=0)
@@ -206,7 +228,9 @@ def test_fake_tensors_pass(triton_device):
         None,
         None,
     )
-    torch.library.opcheck(paged_prefill_attention_op, args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        paged_prefill_attention_op.overload, args, test_utils=("test_schema", "test_faketensor")
+    )
     with FakeTensorMode() as mode:
         names = ("page_tables", "cu_rows", "starts")
         fake = replace(p, **{name: mode.from_tensor(getattr(p, name)) for name in names})

@@ -224,7 +224,7 @@ def test_the_operations_keep_the_rules_of_custom_operations(triton_device):
     spans = plan_queries(rows, doc_start).spans
     assert spans[0].tolist() == doc_start.tolist() and spans[1].tolist() == (rows + 1).tolist()
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(triton.ttt_attention_op, (*inputs, *spans, 0.25), test_utils=utils)
+    torch.library.opcheck(triton.ttt_attention_op.overload, (*inputs, *spans, 0.25), test_utils=utils)
 
 
 def test_fake_tensors_pass():

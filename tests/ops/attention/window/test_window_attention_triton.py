@@ -400,7 +400,7 @@ def test_fake_tensors_pass(triton_device):
         *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 1.0, [0, 0], None, None),
         None,
     )
-    torch.library.opcheck(window_attention_op, args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(window_attention_op.overload, args, test_utils=("test_schema", "test_faketensor"))
     with FakeTensorMode() as mode:
         fake = replace(
             p,
