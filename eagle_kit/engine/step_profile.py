@@ -128,6 +128,13 @@ class StepProfile:
         self.written.set_exception(error)
 
 
+def prepare_profiles() -> None:
+    """Make torch's profiler ready. Call it in the thread that has imported torch: in another one the profiler
+    prints an error of its own at its first start."""
+    with profile(activities=[ProfilerActivity.CPU]):
+        pass
+
+
 def available_activities(device: torch.device) -> tuple[Activity, ...]:
     """Return the activities that an engine on ``device`` has."""
     return ("CPU", "GPU") if device.type == "cuda" else ("CPU",)

@@ -6,7 +6,13 @@ from pathlib import Path
 
 from eagle_kit.core.errors import UserError, first_line, shown
 from eagle_kit.core.files import expand, writing_remedy
-from eagle_kit.engine.step_profile import SUFFIX, ProfileSettings, StepProfile, available_activities
+from eagle_kit.engine.step_profile import (
+    SUFFIX,
+    ProfileSettings,
+    StepProfile,
+    available_activities,
+    prepare_profiles,
+)
 from eagle_kit.server.api.errors import ApiError
 from eagle_kit.server.api.protocol import ProfileRequest
 from eagle_kit.server.api.responses import ProfileReport
@@ -28,6 +34,8 @@ class Profiles:
         self._engine = engine
         self._folder = None if folder is None else expand(folder).resolve()
         self._last: StepProfile | None = None
+        if folder is not None:
+            prepare_profiles()
 
     async def start(self, body: ProfileRequest) -> ProfileReport:
         """Start a profile of the next steps.

@@ -649,7 +649,7 @@ class AbortRequest(Strict):
 class ProfileRequest(Strict):
     """`POST /start_profile`: what the profile records; without a body it is the default of every field."""
 
-    num_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    num_steps: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Steps of the engine, after which the profile ends by itself. Default: 100."""
 
     activities: Annotated[list[Literal["CPU", "GPU"]], Field(min_length=1, max_length=8)] | None = None
