@@ -1,20 +1,24 @@
-"""Cycles of all kinds of targets, shapes, verifiers and drafts can be captured, without a tensor of the host.
+"""Cycles of all kinds of targets, shapes, verifiers and drafts can be captured, without a tensor of the host,
+and so can prompts of fixed shape.
 
 `make test-cuda-device` runs this file for the capabilities 9.0 and 8.0, where kernels and choices differ.
 """
 
 import pytest
 import torch
+from conformance import untrained_head
 from tiny import tiny_head, tiny_hybrid, tiny_target
 from tiny_cycle import BATCH, POLICIES, SAMPLING_PARAMS, cycle_engine, cycle_settings, sampling_batch
 from tiny_mixtures import MIXTURES, untrained
 
-from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.drafts.base.draft_model import HeadDraftModel, StandaloneDraftModel
 from eagle_kit.engine.graphs.cuda_graph import CaptureError, Graph
+from eagle_kit.engine.padded_prompts import pack_prompts
 from eagle_kit.engine.runner import CycleInputs
+from eagle_kit.ops.transfer import to_device
 from tests.cuda_device.device import phase
 from tests.cuda_device.host_tensors import HostTensor, OnDeviceOnly
-from tests.cuda_device.targets import LATENTS
+from tests.cuda_device.targets import LATENTS, TARGETS
 
 CUDA = torch.device("cuda", 0)
 SHAPES = ("none", "1,1,2", "4,1,5", "5,4,16")
@@ -72,6 +76,43 @@ def test_cycles_of_latents(shape, name):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_cycles_of_experts(name, shape):
     capture_cycle(untrained(MIXTURES[name]), shape, "greedy")
+
+
+PROMPT_DRAFTS = {
+    "eagle3": ("4,1,5", {}),
+    "eagle1": ("5,4,16", {}),
+    "p-eagle": ("4,1,5", {}),
+    "dflash": ("4,3,14", {}),
+    "dspark": ("4,1,5", {"sampled_drafts": True}),
+    "static tree": (POLICIES["static"][0], {"tree": "static"}),
+    "whole model": ("4,1,5", {}),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+@pytest.mark.parametrize("kind", PROMPT_DRAFTS)
+def test_prompts_of_fixed_shape_of_every_draft(kind, name):
+    """Of the target and of the draft, in the smallest shape."""
+    target = TARGETS[name]().to(CUDA, torch.bfloat16)
+    if kind == "whole model":
+        draft = StandaloneDraftModel(tiny_target().to(CUDA, torch.bfloat16))
+    else:
+        draft = HeadDraftModel(untrained_head(kind, target).to(CUDA, torch.bfloat16), target)
+    shape, options = PROMPT_DRAFTS[kind]
+    runner = cycle_engine(target, draft, shape, graph_mode="cycle", **options).runner
+    prompt_shape = runner.prompt_shapes[0]
+    numbers = to_device(pack_prompts([], prompt_shape, runner.slots.dummy), CUDA)
+    for run in (runner._run_target_over_prompts, runner._run_draft_over_prompts):
+        guard = OnDeviceOnly()
+
+        def body(numbers, run=run, guard=guard):
+            with guard:
+                return run(numbers, prompt_shape)
+
+        with torch.inference_mode(), phase() as found:
+            Graph(body, numbers).replay()
+        assert found.counts["captures"] == 1 and found.counts["replayed_nodes"] > 10
+        assert guard.num_operations > 30
 
 
 FAULTS = {

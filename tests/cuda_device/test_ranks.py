@@ -11,10 +11,12 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.distributed.collectives import Ranks
 from eagle_kit.drafts.base.draft_model import HeadDraftModel
 from eagle_kit.engine.graphs.cuda_graph import Graph
+from eagle_kit.engine.padded_prompts import pack_prompts
 from eagle_kit.engine.runner import CycleInputs
 from eagle_kit.kv.dp_latents import shard_requests
 from eagle_kit.models.sharding import Sharding
 from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.ops.transfer import to_device
 from tests.cuda_device.host_tensors import OnDeviceOnly
 from tests.cuda_device.ranks import fake_group
 from tests.cuda_device.targets import LATENTS
@@ -71,6 +73,27 @@ def test_a_cycle_of_a_rank_with_latents_of_its_own(ranks, shape, sampling):
     target = untrained(LATENTS["v3"])
     parts = [1 - ranks.rank, ranks.rank, 1 - ranks.rank]
     capture_cycle(part_of(target, ranks, data_parallel_attention=True), shape, sampling, parts)
+
+
+def test_a_prompt_of_fixed_shape_of_a_rank(ranks):
+    """All sums of its layers and of the embedding are captured."""
+    target = part_of(tiny_target(), ranks).to(CUDA, torch.bfloat16)
+    draft = HeadDraftModel(tiny_head(target).to(CUDA, torch.bfloat16), target)
+    runner = cycle_engine(target, draft, "4,1,5", graph_mode="cycle", tensor_parallel=SIZE).runner
+    shape = runner.prompt_shapes[-1]
+    numbers = to_device(pack_prompts([], shape, runner.slots.dummy), CUDA)
+    ranks.volume.clear()
+
+    def body(numbers):
+        ranks.volume.clear()
+        with OnDeviceOnly():
+            return runner._run_target_over_prompts(numbers, shape)
+
+    with torch.inference_mode():
+        Graph(body, numbers).replay()
+    config = target.config
+    states = config.num_layers * config.hidden_size * target.embed_tokens.weight.element_size()
+    assert ranks.volume["sum"] == 2 * shape.rows * states
 
 
 def capture_cycle(target, shape, sampling, parts=None) -> None:

@@ -138,19 +138,6 @@ def test_a_decode_step_is_one_graph_and_a_copy_of_its_results():
     assert 0.7 * of_graph <= found.counts["replayed_nodes"] / 5 <= of_graph
 
 
-def test_launches_of_a_prompt_do_not_grow_with_its_length():
-    llm, _ = prepared("usual")
-    launches = {}
-    with made_up_results():
-        for length in (30, 100):
-            request = llm.make_request([7 + length] * length, SamplingParams(max_tokens=1, ignore_eos=True))
-            with phase() as found:
-                llm.engine().prefill([request])
-            launches[length] = found.launches
-            assert found.counts["synchronisations"] == 1 and found.counts["device_allocations"] == 0
-    assert launches[100] <= launches[30] < 35 * len(llm.target.layers)
-
-
 def test_later_prompts_of_a_warm_up_find_room_in_what_the_first_reserved():
     """The first is the longest. Activations of 100 kB a token have segments of their own."""
     sizes = {"intermediate_size": 16384, "max_position_embeddings": 4096}

@@ -109,7 +109,7 @@ def test_a_request_with_penalties_takes_no_graph_from_the_others():
     run = engine.runner.graphs.run
     engine.runner.graphs.run = lambda call: replays.append(call.name) or run(call)
     assert responses(llm, params, PROMPTS[:2]) == expected
-    assert len(replays) == sum(engine.totals.shapes.values()) > 0
+    assert replays.count("cycle") == sum(engine.totals.shapes.values()) > 0
     assert expected[1] != responses(eager, GREEDY, PROMPTS[1:2])[0], "the penalties changed nothing"
 
 

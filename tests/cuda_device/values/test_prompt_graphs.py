@@ -178,7 +178,6 @@ def test_chunks_of_prompts_and_cached_prefixes(calls, kind):
     assert calls["prefill"] > 6
 
 
-@pytest.mark.smoke
 def test_many_prompts_of_a_step_need_no_capture_behind_a_warm_up(calls):
     """Twelve requests have a shape of their own, more requests than the shapes of few."""
     expected = serve_lengths("eagle3", "cpu", [[3 + i for i in range(12)], [2]], max_batch_size=12)
