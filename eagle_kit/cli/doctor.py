@@ -1,12 +1,21 @@
-"""`eagle-kit doctor`: versions, machine, measured matmul rate, GPU, packages, cache, and what is missing."""
+"""`eagle-kit doctor`: versions, machine, measured matmul rate, GPU, packages, cache, and what is missing; or,
+with ``--gpu``, checks of a GPU that end in a file for a bug report.
+"""
 
 import argparse
 import importlib.util
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
 
-from eagle_kit.core.files import cache_folder
+from pydantic import model_validator
+
+from eagle_kit.config.loading.flags import Flag, add_options, options_of
+from eagle_kit.config.options import Options
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import ANOTHER_FOLDER, cache_folder, check_file_writable
 from eagle_kit.core.process import SPIN_VARIABLES, busy_cores, is_busy, num_cores
 from eagle_kit.report.environment import describe_machine, describe_versions, package_versions
 
@@ -26,12 +35,51 @@ OPTIONAL = {
 """Optional package -> the extra that brings it."""
 
 
+DEFAULT_OUT = Path("eagle-kit-doctor.json")
+
+
+class DoctorOptions(Options):
+    """Options of ``doctor``."""
+
+    gpu: bool = False
+    """Check the GPU in about a minute, longer where kernels are compiled for the first time: driver and
+    peers, every operation against fp64, a small engine with and without graphs, lag and programmatic launch,
+    planned against measured memory. For what fails, the part to disable is found (EAGLE_KIT_DISABLE). Exit
+    code 1 if a check failed.
+    """
+
+    only: Annotated[tuple[str, ...], Flag(metavar="WORD", is_repeated=True)] = ()
+    """With --gpu: only the checks whose name has this word; may be given several times."""
+
+    out: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """File of --gpu for a bug report, JSON without names of host and user; default eagle-kit-doctor.json."""
+
+    target: str | None = None
+    """With --gpu: a target whose planned memory is compared as well, with the defaults of an engine."""
+
+    draft: str | None = None
+    """Draft of --target."""
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "DoctorOptions":
+        given = [name for name in ("out", "target", "draft", "only") if getattr(self, name)]
+        if given and not self.gpu:
+            raise UserError(f"--{given[0]} was given without --gpu.", "Add --gpu, or leave it out.")
+        if self.draft is not None and self.target is None:
+            raise UserError("--draft was given without --target.", "Give its target, too.")
+        return self
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
-    """``doctor`` has no arguments."""
+    """Declare the arguments of ``doctor``."""
+    add_options(parser, DoctorOptions)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line for each fact, and what is missing at the end."""
+    """Print one line for each fact, and what is missing at the end; or check the GPU."""
+    options = options_of(args, DoctorOptions)
+    if options.gpu:
+        return _check_gpu(options)
     _print_facts("versions", _versions())
     _print_facts("machine", _machine())
     _print_facts("matmul", _matmul_rates())
@@ -41,6 +89,17 @@ def run(args: argparse.Namespace) -> int:
     _print_facts("cache", _cache())
     _print_facts("missing", list(_missing()) or ["nothing"])
     return 0
+
+
+def _check_gpu(options: DoctorOptions) -> int:
+    """Check the GPU, a line for each check as it ends."""
+    from eagle_kit.doctor.examination import ExaminationOptions, check_gpu_is_there, examine
+
+    check_gpu_is_there()
+    out = options.out or DEFAULT_OUT
+    check_file_writable(out, ANOTHER_FOLDER)
+    chosen = ExaminationOptions(out, options.target, options.draft, options.only)
+    return examine(chosen, lambda line: print(line, flush=True))
 
 
 def _print_facts(title: str, facts: Iterable[str]) -> None:
@@ -103,6 +162,7 @@ def _gpus() -> Iterator[str]:
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
         yield f"{number}: {facts.name}, {_gib(facts.total_memory)}, sm_{facts.major}{facts.minor}"
+    yield "check it with eagle-kit doctor --gpu"
 
 
 def _packages() -> Iterator[str]:

@@ -11,6 +11,8 @@ import triton.language as tl  # noqa: E402
 from hardened import KernelFault, harden  # noqa: E402
 from races import detect_races  # noqa: E402
 
+from eagle_kit.core.switches import OPERATIONS  # noqa: E402
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
 
 
@@ -145,10 +147,9 @@ def test_atomics_order_programs(triton_device):
 
 
 def test_no_kernel_races(triton_device):
-    from kernel_lab.aot import kernel_modules, operation_of
     from kernel_lab.selfcheck import run_triton_checks
 
     with detect_races():
         checks = run_triton_checks()
     assert len(checks) > 30 and all(check.ok for check in checks)
-    assert {check.kernel for check in checks} == {operation_of(module) for module in kernel_modules()}
+    assert {check.operation for check in checks} == set(OPERATIONS)

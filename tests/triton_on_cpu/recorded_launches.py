@@ -30,12 +30,12 @@ def record(operations: list[str]) -> list[tuple[str, list[torch.Tensor]]]:
 
     KernelInterface.__getitem__ = recorded
     from eagle_kit.ops.backend import use
-    from kernel_lab import selfcheck
+    from kernel_lab.selfcheck import triton_runs
 
     with use("triton"):
-        for operation, form, check in selfcheck._checks("triton"):
-            if "torch" in form and (not operations or operation in operations):
-                check()
+        for run in triton_runs(in_one_dtype=True):
+            if not operations or run.case.operation in operations:
+                run.error(torch.device("cpu"))
     return found
 
 

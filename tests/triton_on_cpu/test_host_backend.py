@@ -158,8 +158,8 @@ def recorded(tmp_path: Path, operations: tuple[str, ...], *, interpreted: bool) 
 # Not draft_topk: the upper halves of its integers are bits of floats, whose last one may differ.
 SAMPLE = ("norm", "rope", "accept", "commit", "best_first")
 ALL = (
-    *SAMPLE, "prefill_attention", "window_attention", "mla_attention", "recurrence", "small_linear",
-    "experts", "tree_build", "sampling", "packed_attention", "ttt_attention", "soft_cross_entropy", "swiglu",
+    *SAMPLE, "attention/prefill", "attention/window", "attention/mla", "recurrence", "small_linear",
+    "experts", "tree_build", "sampling", "attention/packed", "attention/ttt", "soft_cross_entropy", "swiglu",
     "rows", "draft_inputs",
 )  # fmt: skip
 

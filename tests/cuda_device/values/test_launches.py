@@ -3,19 +3,14 @@
 import pytest
 import torch
 
-from eagle_kit.ops.backend import use
 from eagle_kit.ops.draft_topk import draft_topk
 from eagle_kit.ops.norm import add_rms_norm
-from kernel_lab import selfcheck
-from kernel_lab.aot import kernel_modules, operation_of
+from kernel_lab.selfcheck import triton_runs
 from tests.cuda_device.device import phase
 from tests.cuda_device.values import launches
 
-WITHOUT_A_LAUNCH = {
-    ("prefill_attention", "torch, window, cap, sinks"),  # prompts that are not in a pool: torch's attention
-    ("accept", "torch"),  # greedy: torch's operations
-}
-FOLDERS = {operation_of(module) for module in kernel_modules()}
+WITHOUT_A_LAUNCH = {"dense", "dense, window, cap, sinks"}
+"""Forms of the checks that call torch's attention: prompts that are not in a pool."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -61,18 +56,15 @@ def test_a_kernel_refuses_a_tensor_of_the_host():
         rms_norm(x, torch.ones(8), 1e-5)
 
 
-CHECKS = [
-    (name, form) for name, form, _ in selfcheck._checks("triton") if name in FOLDERS and "torch" in form
-]
+RUNS = list(triton_runs(in_one_dtype=False))
 
 
-@pytest.mark.parametrize(("name", "form"), CHECKS, ids=lambda each: each.replace(" ", "-"))
-def test_the_self_check_of_every_kernel(name, form):
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name.replace(" ", "-"))
+def test_the_check_of_every_kernel(run):
     before = launches.num_launches.total()
-    with torch.device("cuda"), use("triton"), phase() as found:
-        [check] = [run for each, kind, run in selfcheck._checks("triton") if (each, kind) == (name, form)]
-        error = check()
-    assert error <= selfcheck.TOLERANCE
+    with phase() as found:
+        error = run.error(torch.device("cuda"))
+    assert error <= run.tolerance
     has_launched = launches.num_launches.total() > before
-    assert has_launched == ((name, form) not in WITHOUT_A_LAUNCH)
+    assert has_launched == (run.case.form not in WITHOUT_A_LAUNCH)
     assert found.counts["uncomputed_launches"] == 0
