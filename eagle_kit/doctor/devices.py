@@ -1,5 +1,6 @@
 """Facts of the GPUs that torch sees, and copies between them."""
 
+import ctypes
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -64,11 +65,12 @@ def peer_facts(source: int, to: int) -> dict[str, Any]:
 
 def driver_version() -> int | None:
     """CUDA version that the driver supports, as CUDA counts: 12030 is 12.3; None where it is not known."""
+    version = ctypes.c_int()
     try:
-        version: int = torch._C._cuda_getDriverVersion()
-    except (AttributeError, RuntimeError):
+        error = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
         return None
-    return version or None
+    return None if error else version.value
 
 
 def _version(number: int | None) -> str:
