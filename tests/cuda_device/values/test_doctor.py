@@ -65,7 +65,7 @@ def test_wrong_numbers_name_the_operation_and_its_switch(tmp_path):
     assert any("programmatic-launch does not help" in line for line in found.lines)
 
 
-def test_a_death_and_a_hang_hide_nothing(tmp_path):
+def test_a_death_hides_no_other_check(tmp_path):
     found = examined(tmp_path, "death", "commit, ", "rows, ")
     assert found.exit_code == 1
     assert found.state_of("commit, paths, float32") == "crashed"
@@ -75,7 +75,7 @@ def test_a_death_and_a_hang_hide_nothing(tmp_path):
 
 
 def test_a_hang_is_ended_and_shows_where(tmp_path):
-    found = examined(tmp_path, "hang", "swiglu, values, float32", "rows, ", operation=30.0)
+    found = examined(tmp_path, "hang", "swiglu, values, float32", "rows, ", operation=15.0)
     assert found.exit_code == 1
     assert found.state_of("swiglu, values, float32") == "hung"
     assert "export EAGLE_KIT_DISABLE=triton:swiglu" in found.record["summary"]
