@@ -1,6 +1,6 @@
 """The examination of a GPU by `eagle-kit doctor --gpu`: facts, checks, switches, and the file."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,7 +169,7 @@ class _Examination:
 
         return self.processes.run(lanes, on_result)
 
-    def _try_switches(self, given: dict[str, object]) -> None:
+    def _try_switches(self, given: Mapping[str, object]) -> None:
         """Find for each group of checks that failed the switch that costs least and helps."""
         groups: dict[str, list[Check]] = {}
         for result in self.findings.failed:
@@ -193,7 +193,7 @@ class _Examination:
         if len({check.group for check in helped}) > 1:
             self._helps("all of these", helped, self.findings.switches, given)
 
-    def _switch_for(self, group: str, checks: list[Check], given: dict[str, object]) -> list[str] | None:
+    def _switch_for(self, group: str, checks: list[Check], given: Mapping[str, object]) -> list[str] | None:
         """Parts without which the checks of a group pass; None if there are none."""
         # What helps others may help an engine, too.
         tried: list[list[str]] = []
@@ -207,7 +207,9 @@ class _Examination:
                 return switches
         return None
 
-    def _helps(self, group: str, checks: list[Check], switches: list[str], given: dict[str, object]) -> bool:
+    def _helps(
+        self, group: str, checks: list[Check], switches: list[str], given: Mapping[str, object]
+    ) -> bool:
         """Run the checks of a group again with parts disabled; return whether all pass."""
         # Checks in which other parts are disabled need a process of their own.
         lanes = []

@@ -73,12 +73,13 @@ def window(dtype: torch.dtype, variant: AttentionVariant = PLAIN, stored: torch.
     q = normal(dtype, 3, num_nodes, 6, 16, seed=2)
     k = normal(stored or dtype, 2, NUM_ROWS, 16)
     v = normal(stored or dtype, 2, NUM_ROWS, 16, seed=1)
-    scales = {"k_scale": 0.5, "v_scale": 3.0} if stored is not None else {}
-    got = window_attention(q, k, v, _window_plan(dtype, bits), variant, **scales)
+    k_scale = 1.0 if stored is None else 0.5
+    v_scale = 1.0 if stored is None else 3.0
+    got = window_attention(q, k, v, _window_plan(dtype, bits), variant, k_scale=k_scale, v_scale=v_scale)
 
     # Each request: its prefix, then the nodes of its window.
-    wide_k = k.double() * scales.get("k_scale", 1.0)
-    wide_v = v.double() * scales.get("v_scale", 1.0)
+    wide_k = k.double() * k_scale
+    wide_v = v.double() * v_scale
     expected = []
     for request, length in enumerate(PREFIXES):
         start = SCRATCH_START + request * SCRATCH_STRIDE
@@ -109,10 +110,10 @@ def latents(dtype: torch.dtype, stored: torch.dtype | None = None) -> float:
     """Chains of three behind prefixes of three requests, three heads; the value is the front of the key."""
     rows = normal(stored or dtype, NUM_ROWS, 80)
     q = normal(dtype, 3, 3, 3, 80, seed=1)
-    scales = {"kv_scale": 0.5} if stored is not None else {}
+    kv_scale = 1.0 if stored is None else 0.5
     plan = _window_plan(dtype, torch.tensor([[1, 3, 7]]))
-    got = mla_window_attention(q, rows, plan, 0.2, latent_dim=64, **scales)
-    wide = rows.double() * scales.get("kv_scale", 1.0)
+    got = mla_window_attention(q, rows, plan, 0.2, latent_dim=64, kv_scale=kv_scale)
+    wide = rows.double() * kv_scale
     expected = []
     for request, length in enumerate(PREFIXES):
         start = SCRATCH_START + request * SCRATCH_STRIDE
@@ -148,14 +149,15 @@ def paged_prompts(dtype: torch.dtype, stored: torch.dtype | None = None) -> floa
     q = normal(dtype, 8, 6, 16, seed=2)
     k = normal(stored or dtype, 2, 24, 16)
     v = normal(stored or dtype, 2, 24, 16, seed=1)
-    scales = {"k_scale": 0.5, "v_scale": 3.0} if stored is not None else {}
+    k_scale = 1.0 if stored is None else 0.5
+    v_scale = 1.0 if stored is None else 3.0
     tables = torch.tensor([[5, 1], [3, 0], [2, 4]])
     ends = torch.tensor([0, 5, 7, 8])
     plan = PrefillPlan(tables, 4, ends, torch.tensor([3, 0, 6]), 0, 5)
-    got = paged_prefill_attention(q, k, v, plan, PLAIN, **scales)
+    got = paged_prefill_attention(q, k, v, plan, PLAIN, k_scale=k_scale, v_scale=v_scale)
 
-    wide_k = k.double() * scales.get("k_scale", 1.0)
-    wide_v = v.double() * scales.get("v_scale", 1.0)
+    wide_k = k.double() * k_scale
+    wide_v = v.double() * v_scale
     expected = []
     for queries, rows, seen in (
         (q[:5], [20, 21, 22, 23, 4, 5, 6, 7], torch.ones(5, 8, dtype=torch.bool).tril(3)),
@@ -196,9 +198,11 @@ def packed_gradients(dtype: torch.dtype) -> float:
     document = torch.tensor([0] * 9 + [1] * 14)
     seen = torch.ones(23, 23, dtype=torch.bool).tril() & (document[:, None] == document)
     ours = [each.clone().requires_grad_() for each in inputs]
-    got = torch.autograd.grad(packed_attention(*ours, [(0, 9), (9, 23)], PLAIN), ours, upstream)
+    q, k, v = ours
+    got = torch.autograd.grad(packed_attention(q, k, v, [(0, 9), (9, 23)], PLAIN), ours, upstream)
     exact = [each.double().requires_grad_() for each in inputs]
-    expected = torch.autograd.grad(attention(*exact, seen), exact, upstream.double())
+    q, k, v = exact
+    expected = torch.autograd.grad(attention(q, k, v, seen), exact, upstream.double())
     return largest(*(error_of(*pair) for pair in zip(got, expected, strict=True)))
 
 
@@ -211,7 +215,8 @@ def training_time_test(dtype: torch.dtype, backend: Backend | Literal["cpu"] | N
     upstream = normal(dtype, 6, 6, 16, seed=5)
     blocks = plan_queries(rows, torch.zeros(9, dtype=torch.int64))
     ours = [each.clone().requires_grad_() for each in inputs]
-    got = ttt_attention(*ours, blocks, PLAIN.scale, backend=backend)
+    q, k, v, own_k, own_v = ours
+    got = ttt_attention(q, k, v, own_k, own_v, blocks, PLAIN.scale, backend=backend)
     gradients = torch.autograd.grad(got, ours, upstream)
 
     # The same row by row.

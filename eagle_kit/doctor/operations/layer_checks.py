@@ -84,12 +84,22 @@ def rotated_windows(dtype: torch.dtype, stored: torch.dtype | None = None) -> fl
     k_rows = torch.zeros(1, 12, 4).to(stored or dtype)
     v_rows = k_rows.clone()
     rows = WindowRows(2, 3, 3, 2, qkv.device)
-    scales = {"k_scale": 0.5, "v_scale": 2.0} if stored is not None else {}
-    stores = {"k_rows": k_rows, "v_rows": v_rows, "rows": rows, "returns_kv": False}
-    q = rope_store(qkv, rotation, num_heads=3, **stores, **scales)[0]
+    k_scale = 1.0 if stored is None else 0.5
+    v_scale = 1.0 if stored is None else 2.0
+    q, _, _ = rope_store(
+        qkv,
+        rotation,
+        num_heads=3,
+        k_rows=k_rows,
+        v_rows=v_rows,
+        rows=rows,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        returns_kv=False,
+    )
     written = torch.tensor([2, 3, 5, 6, 8, 9])
-    keys = k_rows.float()[0, written] * scales.get("k_scale", 1.0)
-    values = v_rows.float()[0, written] * scales.get("v_scale", 1.0)
+    keys = k_rows.float()[0, written] * k_scale
+    values = v_rows.float()[0, written] * v_scale
     return largest(
         error_of(q, turned(qkv[:, :3], rotation)),
         error_of(keys, turned(qkv[:, 3:4], rotation)[:, 0]),
@@ -130,7 +140,7 @@ def swiglu_gradients(dtype: torch.dtype) -> float:
     return error_of(gradient, expected_gradient)
 
 
-def linears(dtype: torch.dtype, backend: str | None = None) -> float:
+def linears(dtype: torch.dtype, backend: str = "torch") -> float:
     """37 rows of 96 numbers to 65."""
     x = normal(dtype, 37, 96)
     weight = normal(dtype, 65, 96, seed=1)

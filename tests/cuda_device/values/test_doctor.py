@@ -1,5 +1,6 @@
 """`eagle-kit doctor --gpu` on the device in software passes, and names planted faults and their switches."""
 
+import _thread
 import json
 import sys
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_wrong_numbers_name_the_operation_and_its_switch(tmp_path):
     assert any("programmatic-launch does not help" in line for line in found.lines)
 
 
-def test_a_death_and_a_hang_hide_nothing(tmp_path):
+def test_a_death_hides_no_other_check(tmp_path):
     found = examined(tmp_path, "death", "commit, ", "rows, ")
     assert found.exit_code == 1
     assert found.state_of("commit, paths, float32") == "crashed"
@@ -75,12 +76,27 @@ def test_a_death_and_a_hang_hide_nothing(tmp_path):
 
 
 def test_a_hang_is_ended_and_shows_where(tmp_path):
-    found = examined(tmp_path, "hang", "swiglu, values, float32", "rows, ", operation=30.0)
+    found = examined(tmp_path, "hang", "swiglu, values, float32", "rows, ", operation=15.0)
     assert found.exit_code == 1
     assert found.state_of("swiglu, values, float32") == "hung"
     assert "export EAGLE_KIT_DISABLE=triton:swiglu" in found.record["summary"]
     [hung] = [each for each in found.record["checks"] if each["state"] == "hung"]
     assert "doctor_worker.py" in hung["standard_error"]
+
+
+def test_an_interruption_writes_what_is_there(tmp_path):
+    out = tmp_path / "doctor.json"
+    command = (sys.executable, "-m", "tests.cuda_device.doctor_worker", "nothing")
+    options = ExaminationOptions(out, only=("norm, ",), command=command, num_processes=1)
+
+    def say(line: str) -> None:
+        if line.startswith("ok    norm, "):
+            _thread.interrupt_main()  # as Ctrl-C does
+
+    assert examine(options, say) == 130
+    record = json.loads(out.read_text())
+    assert not record["is_complete"] and "interrupted" in record["summary"][0]
+    assert "norm, add, float32" in [each["check"] for each in record["checks"]]
 
 
 @pytest.mark.nightly
