@@ -15,6 +15,7 @@ from eagle_kit.config.loading.flags import UNRECOGNIZED, Parser
 from eagle_kit.core.errors import RankLost, UserError, shown
 from eagle_kit.core.files import CHOOSE_ANOTHER, writing_remedy
 from eagle_kit.core.process import INTERRUPTED, end_at_once
+from eagle_kit.core.switches import disabled_parts
 
 
 class Command(NamedTuple):
@@ -65,13 +66,15 @@ def _run(words: list[str]) -> int | None:
 def report_errors(run: Callable[[], int | None]) -> int:
     """Run a command, and print a mistake of the user on two lines.
 
-    Where another rank is lost the process ends with 1.
+    Where another rank is lost the process ends with 1. Unknown names in ``EAGLE_KIT_DISABLE`` are a mistake
+    of the user in every command.
 
     Returns:
         The exit code: that of ``run`` or 0 for None; 2 for a mistake of the user; 130 where it was
         interrupted.
     """
     try:
+        disabled_parts()  # raises UserError for an unknown name
         return run() or 0
     except UserError as error:
         print_error(error)

@@ -20,6 +20,7 @@ from eagle_kit.config.loading.shipped import config_files
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.gpus import PLANNED_GPU
+from eagle_kit.core.switches import disabled_parts
 from eagle_kit.train.parallel.launch import check_launcher, check_local_rank, is_main
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
+        disabled_parts()  # raises UserError for an unknown name
         args = build_parser().parse_intermixed_args(argv)
         options = options_of(args, TrainFlags)
 
