@@ -6,7 +6,7 @@ import secrets
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
@@ -68,6 +68,7 @@ ENGINE_FLAGS = {
     "kv_dtype": "--kv-dtype",
     "state_snapshots": "--state-snapshots",
     "graph_mode": "--graph-mode",
+    "graph_memory": "--graph-memory",
     **RANKS,
     **LOADING,
 }
@@ -388,8 +389,6 @@ def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmU
     say(f"chat       {describe_template(llm)}")
     if llm.memory_plan is not None:
         say(str(llm.memory_plan))
-        # Of both extents the one that prepares less, which comes later among the values.
-        extent = max(extent, llm.memory_plan.extent, key=get_args(WarmUpExtent).index)
 
     # Test and prepare.
     if llm.default_shape.steps and not flags.no_self_test:

@@ -233,6 +233,11 @@ class EngineConfig(Options):
     (cycle, the default), or not at all (off).
     """
 
+    graph_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
+    """Memory of a GPU for CUDA graphs, in bytes or such as 4G; default what the pool leaves, at least 15 % of
+    what both share. What is left out is padded to a larger batch or runs without a graph.
+    """
+
     ngram: NgramConfig = NgramConfig()
     """Matching of n-grams."""
 
@@ -281,6 +286,11 @@ class EngineConfig(Options):
             max_positions: longest context of the target.
             can_record: whether cycles can be recorded on a CPU.
         """
+        if self.graph_memory is not None and not on_gpu:
+            raise UserError(
+                "graph_memory is the memory of CUDA graphs, and the engine runs on a CPU.", "Leave it out."
+            )
+
         # Defaults of the device.
         if on_gpu:
             prefill_tokens = self.prefill_tokens or 8192

@@ -58,6 +58,7 @@ ENGINE = {
     "--kv-dtype": ("kv_dtype", "fp8_e4m3"),
     "--state-snapshots": ("state_snapshots", 5),
     "--graph-mode": ("graph_mode", "off"),
+    "--graph-memory": ("graph_memory", 7654321),
     "--seed": ("seed", 0),
     "--speculative-algorithm": ("algorithm", "EAGLE"),
     "--speculative-token-map": ("token_map", Path("ids.json")),

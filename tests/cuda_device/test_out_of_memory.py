@@ -37,7 +37,7 @@ def memory_in_use(more: int = 0) -> int:
 def everything() -> list[torch.Tensor]:
     """Tensors in all that is free in the segments of torch's allocator, on a device that has no more."""
     taken = []
-    for size in (64 << 20, 8 << 20, 1 << 20):
+    for size in (64 << 20, 8 << 20, 1 << 20, 64 << 10, 4 << 10, 512):
         with suppress(torch.OutOfMemoryError):
             while True:
                 taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
