@@ -392,7 +392,7 @@ class GraphRunner:
                 "Report this with the output of `eagle-kit doctor --gpu`. "
                 f"{VARIABLE}=graphs does without graphs."
             )
-        text = "%s What needs this graph runs without it, which is slower. %s"
+        text = "%s Steps that need this graph run without it, slower. %s"
         logging.getLogger(__name__).warning(text, failure.reason, remedy)
 
 
