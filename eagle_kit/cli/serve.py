@@ -7,7 +7,7 @@ import secrets
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
@@ -74,6 +74,7 @@ ENGINE_FLAGS = {
     "state_snapshots": "--state-snapshots",
     "graph_mode": "--graph-mode",
     "nvtx": "--nvtx",
+    "graph_memory": "--graph-memory",
     **RANKS,
     **LOADING,
 }
@@ -422,8 +423,6 @@ def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmU
     say(f"chat       {describe_template(llm)}")
     if llm.memory_plan is not None:
         say(str(llm.memory_plan))
-        # Of both extents the one that prepares less, which comes later among the values.
-        extent = max(extent, llm.memory_plan.extent, key=get_args(WarmUpExtent).index)
 
     # Test and prepare.
     if llm.default_shape.steps and not flags.no_self_test:

@@ -257,6 +257,10 @@ class EngineConfig(Options):
 
     nvtx: bool = False
     """Mark the parts of a step with NVTX ranges, for Nsight Systems."""
+    graph_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
+    """Memory of a GPU for CUDA graphs, in bytes or such as 4G; default what the pool leaves, at least 15 % of
+    what both share. What is left out is padded to a larger batch or runs without a graph.
+    """
 
     ngram: NgramConfig = NgramConfig()
     """Matching of n-grams."""
@@ -312,6 +316,10 @@ class EngineConfig(Options):
         # Switches for faults of some hardware.
         can_capture = not _is_disabled("graphs", "graph_mode", is_wanted=self.graph_mode == "cycle")
         can_lag = not _is_disabled("lag", "lag", is_wanted=bool(self.lag))
+        if self.graph_memory is not None and not on_gpu:
+            raise UserError(
+                "graph_memory is the memory of CUDA graphs, and the engine runs on a CPU.", "Leave it out."
+            )
 
         # Defaults of the device.
         if on_gpu:

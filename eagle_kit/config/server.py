@@ -62,9 +62,10 @@ class ServerConfig(Options):
     """Size of the largest request body; larger ones get 413."""
 
     warm_up: WarmUpExtent = "all"
-    """What a GPU is prepared for before the first request: all that requests may ask for (all, the default),
-    all but logprobs and grammars (usual), or nothing (none). What was not prepared is captured and compiled
-    when it is first needed, while all requests wait; the table at the start says what it is.
+    """Batches whose graphs are captured before the first request, as far as graph_memory allows: all that
+    requests may ask for (all, the default), all but logprobs and grammars (usual), or none. Kernels and
+    prompts are always prepared. Other graphs are captured when they are first needed, while all requests
+    wait; the table at the start says which.
     """
 
     reasoning_parser: str = "auto"

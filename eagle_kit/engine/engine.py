@@ -811,4 +811,6 @@ def _mean_context(requests: Sequence[Request]) -> int:
 
 def _graphs(target: Target, config: ResolvedConfig) -> CycleGraphs:
     on_cpu = target.embed_tokens.weight.device.type == "cpu"
-    return CpuGraphs() if on_cpu and config.graph_mode == "cycle" else GraphRunner(config.graph_mode)
+    if on_cpu and config.graph_mode == "cycle":
+        return CpuGraphs()
+    return GraphRunner(config.graph_mode, target.ranks)

@@ -39,16 +39,17 @@ from eagle_kit.engine.grammar.masks import unpacked
 from eagle_kit.engine.grammar.protocols import Match
 from eagle_kit.engine.graphs.batch_kind import BatchKind, kind_of
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
+from eagle_kit.engine.graphs.graph_selection import GraphSelection, GraphUnit
 from eagle_kit.engine.measured.choices import have_equal_parts
 from eagle_kit.engine.measured.linear_backends import open_linear_backends
 from eagle_kit.engine.measured.prefill_backends import open_backends
+from eagle_kit.engine.memory.graph_memory import graphs_of_prompts, select_graphs
 from eagle_kit.engine.padded_prompts import (
     PromptNumbers,
     PromptShape,
     first_numbers,
     pack_prompts,
     prompt_shapes,
-    reason_against_graphs,
 )
 from eagle_kit.engine.request import Request, SequenceState
 from eagle_kit.engine.sampling_tables import SamplingTables, is_adjusted
@@ -137,6 +138,8 @@ class Batch(NamedTuple):
 
     Attributes:
         requests, sequences: the requests, and their sequence states when the batch was made.
+        own_unit: smallest size and kind of batch that the requests fit; None without graphs of few kinds.
+        unit: size and kind of this batch, which may be larger, so that there is a graph.
         padding: number of dummies behind the requests.
         inputs: inputs of the cycles, on the device.
         num_logprobs: alternatives to compute for every emitted token; None computes no log-probabilities.
@@ -146,6 +149,8 @@ class Batch(NamedTuple):
 
     requests: list[Request]
     sequences: list[SequenceState]
+    own_unit: GraphUnit | None
+    unit: GraphUnit | None
     padding: int
     inputs: CycleInputs
     num_logprobs: int | None
@@ -284,6 +289,7 @@ class Runner:
         # Device state of requests, and the batch of the last cycle.
         self._slots: dict[tuple[bool, CandidateSpec], Slots] = {}
         self._batch: Batch | None = None
+        self._graph_selection: GraphSelection | None = None
         self.use_shape([NO_SPECULATION])
 
     @property
@@ -350,6 +356,10 @@ class Runner:
             )
         self.slots = self._slots[layout]
 
+        # Graphs are selected when they are first needed.
+        self._shapes_by_size = {size: by_size.get(size, shapes) for size in self.config.batch_sizes}
+        self._graph_selection = None
+
         # Room for the tokens that plain cycles leave to the draft; one for all slots.
         if drafter is not None and drafter.supports_deferred_draft and NO_SPECULATION in shapes:
             existing = None
@@ -357,6 +367,20 @@ class Runner:
                 existing = existing or slots.pending
             self.slots.make_pending(drafter.model, existing)
         self._batch = None
+
+    @property
+    def graph_selection(self) -> GraphSelection | None:
+        """Graphs that cycles in the current shapes may have; None without graphs of few kinds of batches."""
+        if not self.graphs.has_fixed_shapes:
+            return None
+        if self._graph_selection is None:
+            drafter = self.models.drafter
+            draft = None if drafter is None else drafter.model
+            budget = self.config.graph_memory
+            self._graph_selection = select_graphs(
+                self.target.config, draft, self.config, self._shapes_by_size, budget
+            )
+        return self._graph_selection
 
     # Prompts.
 
@@ -529,8 +553,8 @@ class Runner:
         draft = None if self.drafter is None else self.drafter.model
         if not self.graphs.has_fixed_shapes or not isinstance(self.kv, PagedKV):
             return False
-        is_possible = reason_against_graphs(self.target.config, draft, self.config) is None
-        return is_possible and uses_triton(self.kv.k)
+        of_prompts = graphs_of_prompts(self.target.config, draft, self.config, self.config.graph_memory)
+        return of_prompts.number > 0 and uses_triton("attention/prefill", self.kv.k)
 
     @contextmanager
     def unpadded_prompts(self) -> Iterator[None]:
@@ -687,7 +711,7 @@ class Runner:
         Args:
             ngram: drafts in place of a model; every token of the requests must be known to the host.
         """
-        batch = self._batch_of(requests)
+        batch = self._batch_of(requests, shape)
         num_warm_ups = self.graphs.num_warm_ups
         num_captures = self.graphs.num_captures
 
@@ -716,7 +740,7 @@ class Runner:
             tree = agree_tree(to_tree(found, self.device), self.target.ranks)
 
         # Launch the cycle, and send its results to the host.
-        emitted = self._run(batch.matches, batch.inputs, settings, tree)
+        emitted = self._run(batch.matches, batch.inputs, settings, tree, batch.unit)
         if emitted.logprobs is not None and not batch.wants_logprobs:
             emitted = emitted._replace(logprobs=None)
         has_capture = self.graphs.num_warm_ups != num_warm_ups
@@ -730,23 +754,30 @@ class Runner:
             num_captures=self.graphs.num_captures - num_captures,
         )
 
-    def _batch_of(self, requests: list[Request]) -> Batch:
-        """Make the batch of ``requests``, or return that of the last cycle if it has the same requests.
+    def _batch_of(self, requests: list[Request], shape: SpecShape) -> Batch:
+        """Make the batch of ``requests`` for a cycle of ``shape``, or return that of the last cycle.
 
-        Then nothing has to be sent to the device.
+        It is returned if it has the same requests, size and kind: then nothing has to be sent to the device.
         """
         known = self._batch
         sequences = [request.sequence for request in requests]
-        if known is not None and known.requests == requests and known.sequences == sequences:
+        if known is not None and (known.requests != requests or known.sequences != sequences):
+            known = None
+
+        # Size and kind of the batch.
+        own_unit = self._own_unit(requests) if known is None else known.own_unit
+        unit = self.serving_unit(own_unit, shape)
+        if known is not None and known.unit == unit:
             return known
+        size = self.padded(len(requests)) if unit is None else unit.size
+        kind = None if unit is None else unit.kind
 
         # The slots of the requests, then dummies.
-        padding = self.padded(len(requests)) - len(requests)
+        padding = size - len(requests)
         slots = [request.sequence.slot for request in requests]
         slot_ids = self._tensor(slots + [self.slots.dummy] * padding)
 
         # Sampling parameters, grammars and log-probabilities.
-        kind = self._kind(requests)
         sampling = self._sampling.of_cycle(requests, padding, None if kind is None else kind.level)
         matches = None
         if any(request.response.match is not None for request in requests):
@@ -758,8 +789,23 @@ class Runner:
         shards = [request.sequence.allocation.shard for request in requests]
         inputs = CycleInputs(slot_ids, sampling, shard=self._shard_requests(shards, len(slot_ids)))
 
-        self._batch = Batch(requests, sequences, padding, inputs, num_logprobs, wants_logprobs, matches)
+        self._batch = Batch(
+            requests, sequences, own_unit, unit, padding, inputs, num_logprobs, wants_logprobs, matches
+        )
         return self._batch
+
+    def _own_unit(self, requests: list[Request]) -> GraphUnit | None:
+        """Smallest size and kind of batch for ``requests``; None without graphs of few kinds."""
+        kind = self._kind(requests)
+        return None if kind is None else GraphUnit(self.padded(len(requests)), kind)
+
+    def serving_unit(self, own_unit: GraphUnit | None, shape: SpecShape) -> GraphUnit | None:
+        """Size and kind whose graphs serve a batch in a cycle of ``shape``."""
+        selection = self.graph_selection
+        if own_unit is None or selection is None or selection.may_capture(own_unit):
+            return own_unit
+        sizes = [size for size, shapes in self._shapes_by_size.items() if shape in shapes]
+        return selection.serving(own_unit, sizes)
 
     def _shard_requests(self, shards: list[int], size: int) -> ShardRequests | None:
         """Select the requests of a batch that this rank computes attention for; None if there is one shard.
@@ -956,13 +1002,22 @@ class Runner:
         return num_forwards
 
     def run_idle(
-        self, size: int, shard_size: int, shape: SpecShape, kind: BatchKind, ngram: NgramIndex | None = None
+        self,
+        size: int,
+        shard_size: int,
+        shape: SpecShape,
+        kind: BatchKind,
+        ngram: NgramIndex | None = None,
+        *,
+        may_capture: bool = True,
     ) -> None:
         """Run a cycle of dummies: capture its graphs, measure its linear layers and compile its kernels.
 
         Args:
             size: requests of the batch.
             shard_size: how many of them are in the first shard of the pool.
+            may_capture: False runs a cycle eagerly that has no graphs yet, as cycles do that are left out of
+                the selection.
         """
         # Constants and inputs of the cycle.
         num_logprobs = self._most_logprobs if kind.has_logprobs else None
@@ -975,7 +1030,8 @@ class Runner:
         tree = None
         if ngram is not None and shape.steps:
             tree = to_tree(self._ngram_draft([], size, ngram, shape), self.device)
-        self._run([None] * size if kind.has_grammar else None, inputs, settings, tree)
+        matches = [None] * size if kind.has_grammar else None
+        self._run(matches, inputs, settings, tree, GraphUnit(size, kind), may_capture=may_capture)
 
     # The functions of a cycle, and their graphs.
 
@@ -985,26 +1041,51 @@ class Runner:
         inputs: CycleInputs,
         settings: CycleSettings,
         tree: Tree | None,
+        unit: GraphUnit | None,
+        *,
+        may_capture: bool = True,
     ) -> Emitted:
-        """Run a cycle, as one function or as two with the host between them.
+        """Run a cycle from graphs if it may have some, and leave its unit out if memory is missing for them.
 
         Args:
             matches: grammar state of every row; None if no request has a grammar.
             tree: window to verify, from the host; None lets the drafter propose it.
+            unit: size and kind of the batch; None without graphs of few kinds.
+            may_capture: False makes no new graphs.
 
         Returns:
             The emitted tokens, on the device.
         """
+        selection = self.graph_selection
+        if unit is None or selection is None:
+            return self._run_parts(matches, inputs, settings, tree, may_capture)
+        may_capture = may_capture and selection.may_capture(unit)
+        num_failures = self.graphs.num_out_of_memory
+        try:
+            return self._run_parts(matches, inputs, settings, tree, may_capture)
+        finally:
+            if self.graphs.num_out_of_memory != num_failures:
+                selection.note_out_of_memory(unit)
+
+    def _run_parts(
+        self,
+        matches: Sequence[Match | None] | None,
+        inputs: CycleInputs,
+        settings: CycleSettings,
+        tree: Tree | None,
+        may_capture: bool,
+    ) -> Emitted:
+        """Run a cycle, as one function or as two with the host between them; see :meth:`_run`."""
         # One function does it all, unless the host needs the window.
         if tree is None and matches is None:
-            return self._run_as_graph("cycle", self.run_cycle, inputs, settings)
+            return self._run_as_graph("cycle", self.run_cycle, inputs, settings, may_capture)
 
         # Get the window: from the host, or from the drafter.
         if tree is not None:
             window = DraftOutput(tree, Deterministic())
         else:
             draft_inputs, draft_settings = self._proposal_inputs(inputs, settings)
-            window = self._run_as_graph("propose", self._propose, draft_inputs, draft_settings)
+            window = self._run_as_graph("propose", self._propose, draft_inputs, draft_settings, may_capture)
 
         # Let grammars say which tokens may follow each of its nodes.
         if matches is not None:
@@ -1013,7 +1094,7 @@ class Runner:
 
         # Verify it.
         inputs = inputs._replace(window=window, is_masked=matches is not None)
-        return self._run_as_graph("verify", self.run_cycle, inputs, settings)
+        return self._run_as_graph("verify", self.run_cycle, inputs, settings, may_capture)
 
     def _proposal_inputs(
         self, inputs: CycleInputs, settings: CycleSettings
@@ -1041,8 +1122,9 @@ class Runner:
         body: Callable[..., Any],
         inputs: CycleInputs,
         settings: CycleSettings,
+        may_capture: bool,
     ) -> Any:
-        """Run ``body(inputs, settings)`` as a graph, or eagerly if there are no graphs."""
+        """Run ``body(inputs, settings)`` as a graph, or eagerly if there is none and none may be captured."""
         # Tables that the body reads must be there before a capture.
         if is_adjusted(inputs.sampling):
             self.slots.make_tables(self.vocab_size)
@@ -1070,7 +1152,7 @@ class Runner:
 
         # Linear layers are measured before a capture.
         lengths = Lengths(self.slots.seq_lens, inputs.slot_ids)
-        call = GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths)
+        call = GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths, may_capture)
         with launch, self.linear_backends.measuring():
             return self.graphs.run(call)
 

@@ -61,6 +61,7 @@ ENGINE = {
     "--state-snapshots": ("state_snapshots", 5),
     "--graph-mode": ("graph_mode", "off"),
     "--nvtx": ("nvtx", True),
+    "--graph-memory": ("graph_memory", 7654321),
     "--seed": ("seed", 0),
     "--speculative-algorithm": ("algorithm", "EAGLE"),
     "--speculative-token-map": ("token_map", Path("ids.json")),

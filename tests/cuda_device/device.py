@@ -118,12 +118,14 @@ def _runtime() -> ctypes.CDLL:
     runtime.device_counter_name.restype = ctypes.c_char_p
     for name in ("device_counter", "device_log_length"):
         getattr(runtime, name).restype = ctypes.c_long
-    for name in ("device_bytes_used", "device_bytes_peak", "device_copy_up_to"):
+    sizes = ("device_bytes_used", "device_bytes_peak", "device_copy_up_to", "device_set_bytes_of_node")
+    for name in sizes:
         getattr(runtime, name).restype = ctypes.c_size_t
     runtime.device_log_entry.argtypes = [ctypes.c_long, ctypes.POINTER(_LogEntry)]
     runtime.device_hold_streams.argtypes = [ctypes.c_bool]
     runtime.device_set_memory.argtypes = [ctypes.c_int, ctypes.c_size_t]
     runtime.device_copy_up_to.argtypes = [ctypes.c_size_t]
+    runtime.device_set_bytes_of_node.argtypes = [ctypes.c_size_t]
 
     # The runtime sends the signal to its own thread, whose stack the handler writes without Python's lock.
     file = os.memfd_create("trace")
@@ -239,6 +241,17 @@ def memory_of(size: int, device: int = 0) -> Iterator[None]:
         yield
     finally:
         runtime.device_set_memory(device, before)
+
+
+@contextmanager
+def bytes_of_node(size: int) -> Iterator[None]:
+    """Within, a graph takes ``size`` bytes of the device for each of its nodes when it is captured."""
+    runtime = _runtime()
+    before = runtime.device_set_bytes_of_node(size)
+    try:
+        yield
+    finally:
+        runtime.device_set_bytes_of_node(before)
 
 
 @contextmanager

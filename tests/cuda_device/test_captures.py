@@ -85,11 +85,14 @@ def test_too_little_memory_for_a_graph_is_reported_as_that():
     assert torch.cuda.current_stream() == stream
 
 
-def test_graphs_are_captured_again_when_there_was_too_little_memory():
+def test_a_call_without_memory_for_its_graph_runs_eagerly_and_others_are_captured():
     runner = GraphRunner("cycle")
     inputs = (torch.ones(3, device="cuda"),)
-    with pytest.raises(torch.OutOfMemoryError):
-        runner.run(GraphCall("large", 0, lambda given: (too_large(given[0]),), inputs, lambda: inputs))
+    large = GraphCall("large", 0, lambda given: (too_large(given[0]),), inputs, lambda: inputs)
+    for _ in range(2):
+        (out,) = runner.run(large)
+        assert out.shape == (3,)
+    assert (runner.num_graphs, runner.num_out_of_memory, runner.num_warm_ups) == (0, 1, 1)
     runner.run(GraphCall("small", 0, lambda given: (given[0] * 2,), inputs, lambda: inputs))
     assert runner.num_graphs == 1
 

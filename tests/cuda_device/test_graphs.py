@@ -83,7 +83,7 @@ def test_shapes_by_size_of_the_batch_are_prepared_for():
 
 
 @pytest.mark.parametrize(
-    ("extent", "left_out"), [("usual", "logprobs or grammars"), ("none", "anything: graphs")]
+    ("extent", "left_out"), [("usual", "logprobs or grammars"), ("none", "graphs: captured when")]
 )
 def test_a_smaller_warm_up_says_what_it_leaves_out(extent, left_out):
     llm = small_llm("3,1,4")
@@ -96,7 +96,7 @@ def test_a_smaller_warm_up_says_what_it_leaves_out(extent, left_out):
     assert left_out in str(done)
     assert [number for number, _ in progress] == list(range(1, len(progress) + 1))
     assert not progress or progress[-1][0] == progress[-1][1] > planned.number
-    names = ("greedy", "drawn", "filtered", "penalties, biases")
+    names = ("greedy", "sampled", "filtered", "penalties and biases")
     expected = {"graphs of prompts", *(f"graphs of batches: {name}" for name in names)}
     if extent == "none":
         expected = set()

@@ -37,7 +37,7 @@ def memory_in_use(more: int = 0) -> int:
 def everything() -> list[torch.Tensor]:
     """Tensors in all that is free in the segments of torch's allocator, on a device that has no more."""
     taken = []
-    for size in (64 << 20, 8 << 20, 1 << 20):
+    for size in (64 << 20, 8 << 20, 1 << 20, 64 << 10, 4 << 10, 512):
         with suppress(torch.OutOfMemoryError):
             while True:
                 taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
@@ -130,8 +130,10 @@ def test_the_server_answers_503_and_goes_on(tmp_path):
     with made_up_results(), TestClient(app, base_url="http://127.0.0.1") as http:
         assert http.post("/v1/completions", json=body).status_code == 200
         with memory_of(memory_in_use()):
-            # The first of its kind: it is captured when it is needed.
+            # The first of its kind: neither its capture nor the eager run in its place has memory.
+            taken = everything()
             refused = http.post("/v1/completions", json={**body, "temperature": 1.0, "logprobs": 2})
+            del taken
         assert refused.status_code == 503, refused.text
         error = refused.json()["error"]
         assert error["code"] == "out_of_memory"

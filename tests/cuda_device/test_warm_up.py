@@ -102,8 +102,8 @@ def test_traffic_behind_a_warm_up_is_prepared_for(extent, kinds, options):
 
 
 def test_without_a_warm_up_nothing_is_captured_before_it_is_needed():
-    llm, warmed = prepared("none")
-    assert warmed.counts["captures"] == 0 and llm.engine().num_graphs == 0
+    llm, _ = prepared("none")
+    assert llm.engine().num_graphs == 0, "measurements of linear layers have their own"
     with phase() as found, made_up_results():
         serve(llm, USUAL[:1])
     assert found.counts["captures"] >= llm.engine().num_graphs > 0

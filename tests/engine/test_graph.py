@@ -6,9 +6,12 @@ import pytest
 import torch
 from tiny import tiny_target
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.switches import parse
 from eagle_kit.engine.graphs.cuda_graph import leaves, map_tensors, write
 from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.options import without_graphs
 from eagle_kit.verify.proposal import SampledChain
 
 
@@ -32,3 +35,11 @@ def test_nests():
 def test_modes_are_checked():
     with pytest.raises(UserError, match="graph_mode is 'whole'"):
         LLM(tiny_target(), graph_mode="whole")
+
+
+def test_the_switch_turns_graphs_off(monkeypatch):
+    target = tiny_target()
+    assert without_graphs(EngineConfig(), target).graph_mode is None
+    monkeypatch.setattr("eagle_kit.core.switches.disabled_parts", lambda: parse("graphs"))
+    for mode in (None, "cycle", "off"):
+        assert without_graphs(EngineConfig(graph_mode=mode), target).graph_mode == "off"

@@ -59,10 +59,10 @@ def test_graphs_grow_with_kinds_sizes_and_shapes(models):
         for extent in ("all", "usual", "none")
     }
     assert config.batch_sizes == (1, 2, 4, 8, 16, 24, 32)
-    assert [each.number for each in found.values()] == [7 * 9 + PROMPTS, 7 * 4 + PROMPTS, 0]
+    assert [each.number for each in found.values()] == [7 * 9, 7 * 4, 0]
     assert found["all"].bytes > found["usual"].bytes > 7 * 4 * 100 * graph_memory.BYTES_OF_LAUNCH
     chosen = graphs_of(target.config, draft, config, "usual", chooses_shapes=True)
-    assert chosen.number == 7 * 4 * (graph_memory.MAX_CANDIDATES + 1) + PROMPTS
+    assert chosen.number == 7 * 4 * (graph_memory.MAX_CANDIDATES + 1)
 
 
 def test_ranks_of_data_parallel_attention_have_graphs_for_uneven_batches(models):
@@ -82,10 +82,8 @@ def test_ranks_of_data_parallel_attention_have_graphs_for_uneven_batches(models)
     found, even = (
         graphs_of(target.config, draft, each, "all", chooses_shapes=False) for each in (config, resolved())
     )
-    assert (found.number, even.number) == (14 * 8 + 7, 7 * 8 + 7 + PROMPTS), "proposals know nothing of ranks"
-    of_prompts = graph_memory._graphs_of_prompts(target.config, draft, resolved(), chooses_shapes=False)
-    of_cycles = even.bytes - of_prompts.bytes
-    assert 1.7 * of_cycles < found.bytes < 2 * of_cycles
+    assert (found.number, even.number) == (14 * 8 + 7, 7 * 8 + 7), "proposals know nothing of ranks"
+    assert 1.7 * even.bytes < found.bytes < 2 * even.bytes
 
 
 def test_drafts_that_are_sampled_are_kept_by_halves_of_cycles(models):
@@ -115,53 +113,76 @@ def planned(models):
 
 def test_the_plan_counts_graphs(planned):
     plan = planned(1 << 40)
-    assert plan.extent == "all" and plan.graphs == plan.graphs_of_all
+    assert not plan.graphs_left_out and plan.graphs == plan.graphs_of_all
+    assert plan.graph_memory >= plan.graphs.bytes, "more is left over"
     assert f"{63 + PROMPTS} graphs by estimate {plan.graphs.bytes / 1e9:.2f}" in str(plan)
     off = planned(1 << 40, graph_mode="off")
     assert off.graphs.bytes == 0 and "graphs" not in str(off) and off.activations < plan.activations
+    assert off.graph_memory is None
 
 
-def test_fewer_graphs_are_prepared_where_the_pool_would_be_squeezed(planned):
-    """Of what is shared, the pool keeps three quarters, unless it needs less."""
+def test_graphs_take_their_share_where_the_pool_could_use_all_of_it(planned):
     whole = planned(1 << 40)
     fixed = whole.scratch + whole.logits + whole.activations
-    shared = 4 * whole.graphs.bytes
-    assert whole.pool + whole.graphs.bytes < shared, "the pool of this test is small"
 
     def with_room(room, **options):
         return planned(int((fixed + room) / memory.FREE_SHARE["cuda"]) + 2, max_context=10**6, **options)
 
-    roomy = with_room(shared)
-    usual = with_room(shared - 8)
-    none = with_room(2 * usual.graphs.bytes)
-    assert [plan.extent for plan in (roomy, usual, none)] == ["all", "usual", "none"]
-    assert usual.graphs.number == 28 + PROMPTS and none.graphs.bytes == 0
-    assert "as with --warm-up usual" in str(usual) and "as with" not in str(roomy)
-    assert roomy.pool >= 0.74 * shared and usual.pool > roomy.pool
+    # Seven times their bytes have room for all graphs, and less for fewer and fewer.
+    roomy = with_room(7 * whole.graphs.bytes)
+    assert roomy.graphs.number == 63 + PROMPTS and not roomy.graphs_left_out
+    numbers = []
+    for room in (6, 4, 2, 1):
+        plan = with_room(room * whole.graphs.bytes)
+        assert plan.graphs.bytes <= plan.graph_memory <= memory.GRAPH_SHARE * room * whole.graphs.bytes + 2
+        assert plan.pool >= (1 - memory.GRAPH_SHARE) * room * whole.graphs.bytes - plan.bytes_per_token
+        numbers.append(plan.graphs.number)
+        assert "there are none for" in str(plan) and "24" in str(plan)
+    assert numbers == sorted(numbers, reverse=True) and 0 < numbers[-1] < numbers[0] < 63 + PROMPTS
+    assert "there are none for" not in str(roomy)
+
+
+def test_memory_of_graphs_that_is_given_comes_before_the_pool(planned):
+    whole = planned(1 << 40)
+    free = int((whole.scratch + whole.logits + whole.activations + 2 * whole.graphs.bytes) / 0.85)
+    for given in (whole.graphs.bytes, whole.graphs.bytes // 4):
+        plan = planned(free, max_context=10**6, graph_memory=given)
+        assert plan.graph_memory == given
+        assert plan.graphs.bytes <= given
+        assert plan.pool == pytest.approx(2 * whole.graphs.bytes - given, abs=2 * plan.bytes_per_token)
+    with pytest.raises(UserError) as error:
+        planned(free, max_context=10**6, graph_memory=free)
+    assert "graph_memory" in error.value.remedy
+    with pytest.raises(UserError, match="on a CPU"):
+        EngineConfig(graph_memory="1G").resolve(on_gpu=False)
 
 
 def test_a_pool_of_a_given_size_comes_before_graphs(planned):
     whole = planned(1 << 40, kv_tokens=1000)
     needed = whole.scratch + whole.logits + whole.activations + whole.pool
-    assert planned(needed + whole.graphs.bytes, kv_tokens=1000).extent == "all"
-    assert planned(needed + whole.graphs.bytes - 1, kv_tokens=1000).extent == "usual"
-    assert planned(needed, kv_tokens=1000).extent == "none"
+    every = planned(needed + whole.graphs.bytes, kv_tokens=1000)
+    assert every.graphs.number == 63 + PROMPTS and every.graph_memory == whole.graphs.bytes
+    fewer = planned(needed + whole.graphs.bytes - 1, kv_tokens=1000)
+    assert 55 + PROMPTS < fewer.graphs.number < 63 + PROMPTS and fewer.graph_memory == whole.graphs.bytes - 1
+    none = planned(needed, kv_tokens=1000)
+    assert none.graphs.number == 0 and "1, 2 .. 32 (7 sizes)" in str(none)
     with pytest.raises(UserError, match="Lower kv_tokens"):
         planned(needed - 1, kv_tokens=1000)
 
 
 def test_ranks_agree_on_what_the_poorest_has():
-    plan = MemoryPlan(500, 8, 2, 1000, 10, 10, 10, 9000, state_snapshots=7, extent="usual")
+    plan = MemoryPlan(500, 8, 2, 1000, 10, 10, 10, 9000, state_snapshots=7, graph_memory=90)
     others = [
         replace(plan, kv_tokens=400, state_snapshots=9),
-        replace(plan, kv_tokens=600, state_snapshots=3, extent="none"),
-        replace(plan, extent="all"),
+        replace(plan, kv_tokens=600, state_snapshots=3, graph_memory=70),
+        replace(plan, graph_memory=100),
     ]
     agreed = plan.smallest([plan, *others])
-    assert (agreed.kv_tokens, agreed.state_snapshots, agreed.extent) == (400, 3, "none")
+    assert (agreed.kv_tokens, agreed.state_snapshots, agreed.graph_memory) == (400, 3, 70)
     without = replace(plan, state_snapshots=None)
     assert without.smallest([without, without]).state_snapshots is None
-    assert agreed.sizes == {"kv_tokens": 400, "kv_memory": None, "state_snapshots": 3}
+    sizes = {"kv_tokens": 400, "kv_memory": None, "state_snapshots": 3, "graph_memory": 70}
+    assert agreed.sizes == sizes
 
 
 def test_the_log_of_n_grams_has_its_place_on_the_host(models):

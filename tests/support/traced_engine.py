@@ -59,6 +59,8 @@ class _Invented:
 class _TracedGraph:
     """Graph whose capture is a run over fake tensors. Its replay launches nothing from the host."""
 
+    node_bytes = 0
+
     def __init__(self, body, example) -> None:
         self.inputs = map_tensors(torch.clone, example)
         self.last_inputs = None

@@ -17,6 +17,8 @@ from eagle_kit.engine.graphs.cuda_graph import GraphCall, GraphRunner, map_tenso
 class UncapturedGraph:
     """The buffers of a graph; a replay runs the body over them."""
 
+    node_bytes = 0
+
     def __init__(self, body: Callable[[Any], Any], example: Any) -> None:
         self.inputs = map_tensors(torch.clone, example)
         self.last_inputs: Any = None

@@ -26,6 +26,10 @@ class Level(IntEnum):
     """The same, from logits with penalties and biases."""
 
 
+LEVEL_NAMES = ("greedy", "sampled", "filtered", "penalties and biases")
+"""Names of the levels for people."""
+
+
 class BatchKind(NamedTuple):
     """What a batch computes besides the target's logits.
 
@@ -38,6 +42,25 @@ class BatchKind(NamedTuple):
     level: Level
     has_logprobs: bool = False
     has_grammar: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kind in words."""
+        level = LEVEL_NAMES[self.level]
+        if self.has_grammar:
+            return f"{level} with grammars"
+        return f"{level} with logprobs" if self.has_logprobs else level
+
+    def containing(self) -> "Iterator[BatchKind]":
+        """Iterate over the kinds that compute the same for a batch of this kind: itself, then those of higher
+        levels."""
+        for level in Level:
+            if level >= self.level:
+                yield self._replace(level=level)
+
+    def computes_all_of(self, other: "BatchKind") -> bool:
+        """Return whether this kind computes at least what ``other`` computes."""
+        return all(mine >= its for mine, its in zip(self, other, strict=True))
 
 
 USUAL_KINDS = tuple(map(BatchKind, Level))

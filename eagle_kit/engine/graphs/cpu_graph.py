@@ -446,6 +446,8 @@ class CpuGraphs:
 
     mode: GraphMode = "cycle"
     has_fixed_shapes = False
+    num_out_of_memory = 0
+    node_bytes = 0
 
     def __init__(self, record_after: int = RECORD_AFTER, *, is_bounded: bool = True) -> None:
         self._record_after = record_after

@@ -7,7 +7,10 @@ sent to the host at once (:class:`HostCopy`).
 """
 
 import dataclasses
+import logging
+import traceback
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.config.engine import GraphMode
 from eagle_kit.core.errors import first_line
+from eagle_kit.core.switches import VARIABLE
 from eagle_kit.distributed.collectives import Ranks
+from eagle_kit.ops.device_memory import out_of_memory_cause
 
 WARM_UPS = 2
 """Eager runs of a body before its capture, in which libraries make their workspaces."""
@@ -49,6 +54,7 @@ class GraphCall(NamedTuple):
         idle: makes inputs of the same shapes for the capture. A run over them must change nothing that
             matters: they are dummies.
         lengths: lengths of the requests, which the choices of a recording on a CPU depend on.
+        may_capture: False runs the body eagerly if it has no graph yet.
     """
 
     name: str
@@ -57,6 +63,7 @@ class GraphCall(NamedTuple):
     inputs: Any
     idle: Callable[[], Any]
     lengths: Lengths | None = None
+    may_capture: bool = True
 
 
 class CycleGraphs(Protocol):
@@ -76,7 +83,16 @@ class CycleGraphs(Protocol):
 
     @property
     def num_warm_ups(self) -> int:
-        """Number of runs that were no replays: eager runs before a graph is made, and captures."""
+        """Number of runs in which a graph was made or prepared: eager runs before it, and captures that
+        succeed or fail. Runs of a body that has no graph for good do not count."""
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """Number of captures that failed for lack of memory."""
+
+    @property
+    def node_bytes(self) -> int:
+        """Device memory that the driver took for the graphs, outside of torch's allocator."""
 
     @property
     def num_captures(self) -> int:
@@ -90,7 +106,28 @@ class CycleGraphs(Protocol):
 
 
 class CaptureError(RuntimeError):
-    """A body cannot be a graph; the message names the operation."""
+    """A body cannot be a graph.
+
+    Args:
+        message: names the operation.
+        operation: name of the operation; a recording on a CPU, whose message is not shown, gives none.
+    """
+
+    def __init__(self, message: str, operation: str = "") -> None:
+        super().__init__(message)
+        self.operation = operation
+
+
+class CaptureFailure(NamedTuple):
+    """Why a capture failed.
+
+    Attributes:
+        operation: name of the operation that cannot be captured; None if memory was missing.
+        reason: one sentence.
+    """
+
+    operation: str | None
+    reason: str
 
 
 class HostCopy:
@@ -140,10 +177,13 @@ class Graph:
         inputs: buffers of the inputs.
         outputs: buffers of the outputs.
         last_inputs: inputs that were copied into the buffers last; None before the first replay.
+        node_bytes: device memory that the driver took for the graph, outside of torch's allocator.
 
     Raises:
-        CaptureError: an operation cannot be captured; the message names it. The pool is unusable afterwards.
-        torch.OutOfMemoryError: the device has too little memory for the body.
+        CaptureError: an operation cannot be captured; the message names it.
+        torch.OutOfMemoryError: the device has too little memory for the body or for the graph.
+
+    After an error the current stream is as before.
     """
 
     def __init__(
@@ -155,6 +195,7 @@ class Graph:
     ) -> None:
         self.inputs = map_tensors(torch.clone, example)
         self.last_inputs: Any = None
+        pool = pool or torch.cuda.graph_pool_handle()
 
         # Run the body eagerly, on the stream of the capture.
         side = stream or torch.cuda.Stream()
@@ -167,6 +208,7 @@ class Graph:
         torch.cuda.synchronize()
 
         # Capture it. The mode remembers the operation that an error comes from.
+        before = _driver_bytes()
         self._graph = torch.cuda.CUDAGraph()
         last = _LastOperation()
         try:
@@ -177,31 +219,89 @@ class Graph:
         except Exception as error:
             # The context manager of a failed capture raises again, before it restores the stream.
             torch.cuda.set_stream(current)
+            _leave_capture(self._graph, pool)
             first = error.__context__ or error
+            reason = first_line(first)
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None  # no operation is at fault
-            reason = first_line(first)
-            raise CaptureError(f"The operation {last.name} cannot be in a CUDA graph: {reason}") from first
+            if "out of memory" in reason:  # the driver has no room for the graph
+                raise torch.OutOfMemoryError(reason) from None
+            text = f"The operation {last.name} cannot be in a CUDA graph: {reason.rstrip('.')}."
+            raise CaptureError(text, last.name) from first
+        self.node_bytes = max(0, _driver_bytes() - before)
 
     def replay(self) -> None:
         """Run the body over ``inputs`` into ``outputs``."""
         self._graph.replay()
 
 
+def _driver_bytes() -> int:
+    """Bytes of the current GPU that are taken, but not by torch's allocator."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def _leave_capture(graph: "torch.cuda.CUDAGraph", pool: Any) -> None:
+    """Give up the use of a pool by a capture that the driver refused to end.
+
+    Which of it torch does by itself depends on its version.
+    """
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # torch has closed the pool for this capture
+        torch._C._cuda_endAllocateToPool(device, pool)
+    try:
+        graph.pool()
+    except RuntimeError:  # the graph will not release a pool that it has not got
+        torch._C._cuda_releasePool(device, pool)
+
+
+def _can_capture(pool: Any, stream: "torch.cuda.Stream") -> bool:
+    """Return whether graphs can be captured in ``pool``, by capturing one.
+
+    Behind a failed capture, torch's generator of random numbers raises errors in some versions until a
+    capture has ended well.
+    """
+    current = torch.cuda.current_stream()
+    number = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            number.zero_()
+    except RuntimeError:
+        torch.cuda.set_stream(current)
+        return False
+    return True
+
+
 class GraphRunner:
     """:class:`CycleGraphs` that run eagerly, or as CUDA graphs, one for every (name, key).
 
+    A capture that fails is reported once for each operation, and its (name, key) runs eagerly from then on.
+
     Args:
         mode: ``"off"`` runs everything eagerly.
+        ranks: processes that make the same runs. A capture that fails on one of them counts as failed on all.
+
+    Attributes:
+        node_bytes: device memory that the driver took for the graphs; of ranks, on that which needed most.
+        num_captures: number of graphs that have been made, dropped ones included.
+        num_out_of_memory: number of captures that failed for lack of memory.
     """
 
-    def __init__(self, mode: GraphMode) -> None:
+    def __init__(self, mode: GraphMode, ranks: Ranks | None = None) -> None:
         self.mode = mode
         self.num_warm_ups = 0
         self.num_captures = 0
+        self.node_bytes = 0
+        self.num_out_of_memory = 0
+        self._ranks = ranks
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[tuple[str, Hashable], Graph] = {}
+
+        # Calls that run eagerly for good, and operations that were reported; None stands for memory.
+        self._refused: set[tuple[str, Hashable]] = set()
+        self._reported: set[str | None] = set()
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -215,33 +315,100 @@ class GraphRunner:
 
     def new_empty(self) -> "GraphRunner":
         """See :class:`CycleGraphs`."""
-        return type(self)(self.mode)
+        made = type(self)(self.mode)
+        made._ranks = self._ranks
+        made._reported = self._reported
+        return made
 
     def run(self, call: GraphCall) -> Any:
         """See :class:`CycleGraphs`; the lengths are not needed."""
         if self.mode == "off":
             return call.body(call.inputs)
         key = (call.name, call.key)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(call)
-            self.num_warm_ups += 1
-            self.num_captures += 1
-        graph = self._graphs[key]
+        graph = self._graphs.get(key)
+        if graph is None and call.may_capture and key not in self._refused:
+            graph = self._add(key, call)
+        if graph is None:
+            return call.body(call.inputs)
         if graph.last_inputs is not call.inputs:  # else the buffers hold them already
             write(graph.inputs, call.inputs)
             graph.last_inputs = call.inputs
         graph.replay()
         return graph.outputs
 
+    def _add(self, key: tuple[str, Hashable], call: GraphCall) -> Graph | None:
+        """Capture a call on all ranks and return its graph; None if the capture fails on one of them."""
+        self.num_warm_ups += 1
+        graph = None
+        failure = None
+        try:
+            graph = self._capture(call)
+        except CaptureError as error:
+            failure = CaptureFailure(error.operation, str(error))
+            clear_frames(error)
+        except torch.OutOfMemoryError as error:
+            failure = CaptureFailure(None, out_of_memory_cause(error, "capturing a graph"))
+            clear_frames(error)
+
+        # All ranks replay, or all run eagerly.
+        node_bytes = 0 if graph is None else graph.node_bytes
+        outcomes = [(failure, node_bytes)]
+        if self._ranks is not None:
+            outcomes = self._ranks.all(outcomes[0])
+        failures = [failure for failure, _ in outcomes if failure is not None]
+        if not failures:
+            self._graphs[key] = graph  # type: ignore[assignment]
+            self.num_captures += 1
+            self.node_bytes += max(node_bytes for _, node_bytes in outcomes)
+            return graph
+
+        # The eager run needs the memory of the capture.
+        self._refused.add(key)
+        self._report(failures[0])
+        del graph
+        self._restore(failures[0])
+        torch.cuda.empty_cache()
+        return None
+
     def _capture(self, call: GraphCall) -> Graph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = self._stream or torch.cuda.Stream()
-        try:
-            return Graph(call.body, call.idle(), self._pool, self._stream)
-        except (CaptureError, torch.OutOfMemoryError):
+        return Graph(call.body, call.idle(), self._pool, self._stream)
+
+    def _restore(self, failure: CaptureFailure) -> None:
+        """Let later captures use the pool of earlier graphs, or else a new one."""
+        if not self._graphs:
+            self._pool = None  # torch has given up a pool that no graph uses
+        if failure.operation is None or self._stream is None:
+            return
+        if not _can_capture(self._pool, self._stream):
             self._pool = None
-            raise
+            _can_capture(None, self._stream)
+
+    def _report(self, failure: CaptureFailure) -> None:
+        """Count a failed capture, and warn of it unless a warning has named its operation."""
+        self.num_out_of_memory += failure.operation is None
+        if failure.operation in self._reported:
+            return
+        self._reported.add(failure.operation)
+        if failure.operation is None:
+            remedy = "Lower kv_tokens, or graph_memory to the graphs that fit."
+        else:
+            remedy = (
+                "Report this with the output of `eagle-kit doctor --gpu`. "
+                f"{VARIABLE}=graphs does without graphs."
+            )
+        text = "%s Steps that need this graph run without it, slower. %s"
+        logging.getLogger(__name__).warning(text, failure.reason, remedy)
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the local variables of the frames that an error came through: they hold tensors."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__
 
 
 class _LastOperation(TorchDispatchMode):

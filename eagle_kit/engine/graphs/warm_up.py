@@ -1,9 +1,9 @@
 """Warm-up of an engine before the first request, so that no request waits for a capture or a compilation.
 
-On a GPU it captures a graph for every batch size, shape and kind of batch, and for prompts of few rows. It
-measures the backends of linear layers and of prefill, and computes prompts of representative lengths. A CPU
-compiles no kernels and records its cycles as they come. On both it makes the compiler of grammars, which
-takes seconds to read a large vocabulary.
+On a GPU it captures the graphs of cycles and of short prompts that fit into their budget, and runs other
+cycles once, so that their kernels are compiled. It measures the backends of linear layers and of prefill, and
+computes prompts of representative lengths. A CPU compiles no kernels and records its cycles as they come. On
+both it makes the compiler of grammars, which takes seconds to read a large vocabulary.
 """
 
 import logging
@@ -21,6 +21,9 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.engine.engine import Engine, EngineTotals
 from eagle_kit.engine.graphs.batch_kind import GRAMMAR_KINDS, LOGPROBS_KINDS, USUAL_KINDS, BatchKind, kinds
+from eagle_kit.engine.graphs.cuda_graph import clear_frames
+from eagle_kit.engine.graphs.graph_selection import GraphSelection, GraphUnit, describe, main_sizes
+from eagle_kit.engine.memory.graph_memory import graphs_of_prompts
 from eagle_kit.engine.request import Request
 from eagle_kit.ops.backend import current_device
 from eagle_kit.ops.compilations import count_compilations
@@ -56,15 +59,19 @@ class Prepared(NamedTuple):
     Attributes:
         works: what was prepared.
         left_out: sentences on what was not prepared, and what that costs a request.
+        memory: sentence on the memory of the graphs, measured and planned; empty if none was captured.
     """
 
     works: tuple[Work, ...] = ()
     left_out: tuple[str, ...] = ()
+    memory: str = ""
 
     def __str__(self) -> str:
         rows = [
             f"warm-up    {number:6d} {what:<44s} {seconds:7.1f} s" for what, number, seconds in self.works
         ]
+        if self.memory:
+            rows.append(f"warm-up    {self.memory}")
         return "\n".join([*rows, *(f"warm-up    not prepared: {line}" for line in self.left_out)])
 
     @property
@@ -82,6 +89,37 @@ class _Cycle(NamedTuple):
     kind: BatchKind
 
 
+class _Progress:
+    """Counts steps, and things that were prepared with the time that they took.
+
+    Args:
+        total: number of steps.
+        on_step: called with the number of steps done and their total.
+    """
+
+    def __init__(self, total: int, on_step: Callable[[int, int], None]) -> None:
+        self._number = 0
+        self._total = total
+        self._on_step = on_step
+        self._works: dict[str, tuple[int, float]] = {}
+
+    def step(self, count: int = 1) -> None:
+        """Note that ``count`` steps are done."""
+        if count:
+            self._number += count
+            self._on_step(self._number, self._total)
+
+    def add(self, what: str, number: int, seconds: float) -> None:
+        """Add things that were prepared; all of the same name are one work."""
+        before = self._works.get(what, (0, 0.0))
+        self._works[what] = before[0] + number, before[1] + seconds
+
+    @property
+    def works(self) -> list[Work]:
+        """What was prepared."""
+        return [Work(what, *done) for what, done in self._works.items() if done[0]]
+
+
 def warm_up(
     engine: Engine,
     extent: WarmUpExtent = "all",
@@ -89,8 +127,10 @@ def warm_up(
 ) -> Prepared:
     """Warm up an idle engine in its current shapes. Its counters and its prefix cache are empty afterwards.
 
+    Kernels and prompts are always prepared, graphs as far as their budget allows.
+
     Args:
-        extent: batches and prompts to prepare.
+        extent: batches whose graphs are captured.
         on_step: called with the number of steps done and their total.
     """
     works = list(_grammars(engine, extent))
@@ -99,54 +139,40 @@ def warm_up(
         return Prepared(tuple(works))
 
     with torch.inference_mode(), current_device(runner.device), count_compilations() as compiled:
-        # Cycles of every kind, whose graphs are captured.
-        cycles = list(_cycles(engine, extent))
-        prompts = [] if extent == "none" else list(representative_prompts(engine))
-        shapes = [] if extent == "none" else runner.prompt_shapes[::-1]
-        total = len(cycles) + len(shapes) + len(prompts)
-        seconds: dict[str, tuple[int, float]] = {}
-        num_graphs = engine.num_graphs
-        for number, each in enumerate(cycles, 1):
-            begun = time.perf_counter()
-            runner.run_idle(*each, engine.ngram)
-            name = _name(each.kind)
-            captured = engine.num_graphs - num_graphs
-            num_graphs = engine.num_graphs
-            before = seconds.get(name, (0, 0.0))
-            seconds[name] = before[0] + captured, before[1] + time.perf_counter() - begun
-            on_step(number, total)
-        works += [Work(f"graphs of {name}", *done) for name, done in seconds.items()]
+        # Cycles: graphs are captured, and kernels compiled.
+        units = _wanted_units(engine)
+        prompts = list(representative_prompts(engine))
+        prompt_shapes = [] if extent == "none" else runner.prompt_shapes[::-1]
+        progress = _Progress(len(units) + len(prompt_shapes) + len(prompts), on_step)
+        attempted = _capture_graphs(engine, units, extent, progress)
+        _compile_cycles(engine, [unit for unit in units if unit not in attempted], progress)
 
         # Prompt steps of few rows, whose graphs are captured.
-        begun = time.perf_counter()
-        for number, shape in enumerate(shapes, len(cycles) + 1):
+        for shape in prompt_shapes:
+            begun = time.perf_counter()
+            num_graphs = engine.num_graphs
             runner.run_idle_prompt(shape)
-            on_step(number, total)
-        if shapes:
-            captured = engine.num_graphs - num_graphs
-            works.append(Work("graphs of prompts", captured, time.perf_counter() - begun))
+            num_captured = engine.num_graphs - num_graphs
+            progress.add("graphs of prompts", num_captured, time.perf_counter() - begun)
+            progress.step()
 
         # Draft backfill.
         begun = time.perf_counter()
-        forwards = 0
-        if extent != "none":
-            forwards = runner.warm_up_backfill()
-        if forwards:
-            works.append(Work("forwards of draft backfill", forwards, time.perf_counter() - begun))
+        progress.add("forwards of draft backfill", runner.warm_up_backfill(), time.perf_counter() - begun)
 
         # Prompts of several lengths, without graphs. Prefill backends are measured on the way.
-        begun = time.perf_counter()
-        for number, requests in enumerate(prompts, len(cycles) + len(shapes) + 1):
+        for requests in prompts:
+            begun = time.perf_counter()
             with runner.prefill_backends.measuring(), runner.unpadded_prompts():
                 engine.prefill(requests)
-            on_step(number, total)
+            progress.add("prefills", 1, time.perf_counter() - begun)
+            progress.step()
 
         # Empty the counters and the prefix cache.
         engine.drain()
         engine.page_pool.clear()
         engine.totals = EngineTotals()
-        if prompts:
-            works.append(Work("prefills", len(prompts), time.perf_counter() - begun))
+        works += progress.works
 
         # Report what was measured and compiled on the way.
         linear = runner.linear_backends
@@ -159,7 +185,99 @@ def warm_up(
             )
         if compiled.count:
             works.append(Work("kernels compiled (within the above)", compiled.count, compiled.seconds))
-    return Prepared(tuple(works), tuple(_left_out(engine, extent, works)))
+    left_out = tuple(_left_out(engine, extent, units, works))
+    return Prepared(tuple(works), left_out, _memory_of_graphs(engine))
+
+
+def _wanted_units(engine: Engine) -> list[GraphUnit]:
+    """List the batch sizes and kinds of batches that requests may lead to.
+
+    The largest sizes come first: the others reuse their memory.
+    """
+    wanted = list(kinds("all", can_have_grammars=can_have_grammars(engine)))
+    if engine.target.ranks is not None:
+        wanted = engine.target.ranks.agree(wanted)
+    sizes = sorted(engine.config.batch_sizes, reverse=True)
+    return [GraphUnit(size, kind) for size in sizes for kind in wanted]
+
+
+def _cycles_of(engine: Engine, unit: GraphUnit) -> Iterator[_Cycle]:
+    """Iterate over the cycles of a unit, the largest first."""
+    for shard_size in reversed(engine.config.shard_batch_sizes(unit.size)):
+        for shape in engine.shapes_at(unit.size):
+            yield _Cycle(unit.size, shard_size, shape, unit.kind)
+
+
+def _capture_graphs(
+    engine: Engine, units: Sequence[GraphUnit], extent: WarmUpExtent, progress: _Progress
+) -> set[GraphUnit]:
+    """Capture the graphs of ``units`` that are in ``extent`` and fit into the budget.
+
+    Which fit is decided again behind every unit, by the memory that graphs have taken by then.
+
+    Returns:
+        The units whose capture was attempted.
+    """
+    attempted: set[GraphUnit] = set()
+    selection = engine.runner.graph_selection
+    if extent == "none" or selection is None:
+        return attempted
+    kinds_of_extent = set(kinds(extent, can_have_grammars=True))
+    wanted = [unit for unit in units if unit.kind in kinds_of_extent]
+    while True:
+        fitting = (unit for unit in wanted if unit in selection.chosen and unit not in attempted)
+        unit = next(fitting, None)
+        if unit is None:
+            return attempted
+        attempted.add(unit)
+        _capture_unit(engine, unit, selection, progress)
+        progress.step()
+
+
+def _capture_unit(engine: Engine, unit: GraphUnit, selection: GraphSelection, progress: _Progress) -> None:
+    """Capture the graphs of a unit, unless the device has too little memory for them."""
+    runner = engine.runner
+    begun = time.perf_counter()
+    num_graphs = engine.num_graphs
+    node_bytes = runner.graphs.node_bytes
+    for cycle in _cycles_of(engine, unit):
+        try:
+            runner.run_idle(*cycle, engine.ngram)
+        except torch.OutOfMemoryError as error:
+            # Not even an eager run fits. Other ranks would wait for this one.
+            if engine.target.ranks is not None:
+                raise
+            clear_frames(error)
+            selection.note_out_of_memory(unit)
+        if not selection.may_capture(unit):
+            break
+    else:
+        # Graphs that were there before have not been measured.
+        num_captured = engine.num_graphs - num_graphs
+        is_new = num_captured == selection.cost([unit]).number
+        measured = runner.graphs.node_bytes - node_bytes
+        selection.note_captured(unit, measured if is_new else None)
+    seconds = time.perf_counter() - begun
+    progress.add(f"graphs of batches: {unit.kind.name}", engine.num_graphs - num_graphs, seconds)
+
+
+def _compile_cycles(engine: Engine, units: Sequence[GraphUnit], progress: _Progress) -> None:
+    """Run cycles of ``units`` eagerly, so that their kernels are compiled and their linear layers measured.
+
+    Kernels of sampling depend little on the batch size, so sizes between powers of two run greedily only.
+    """
+    runner = engine.runner
+    main = main_sizes(engine.config.batch_sizes)
+    for unit in units:
+        begun = time.perf_counter()
+        is_needed = unit.size in main or unit.kind == USUAL_KINDS[0]
+        num_cycles = 0
+        for cycle in _cycles_of(engine, unit) if is_needed else ():
+            if runner.serving_unit(unit, cycle.shape) == unit:  # batches are not padded to larger ones
+                runner.run_idle(*cycle, engine.ngram, may_capture=False)
+                num_cycles += 1
+        progress.add("cycles without a graph", num_cycles, time.perf_counter() - begun)
+        progress.step()
 
 
 def _grammars(engine: Engine, extent: WarmUpExtent) -> Iterator[Work]:
@@ -173,19 +291,6 @@ def _grammars(engine: Engine, extent: WarmUpExtent) -> Iterator[Work]:
         logging.getLogger(__name__).warning("%s %s", error.cause, error.remedy)
         return
     yield Work("compiler of grammars", 1, time.perf_counter() - begun)
-
-
-def _cycles(engine: Engine, extent: WarmUpExtent) -> Iterator[_Cycle]:
-    """Iterate over the cycles to run, the largest batches first: the others reuse their memory."""
-    if extent == "none":
-        return
-    wanted = list(kinds(extent, can_have_grammars=can_have_grammars(engine)))
-    if engine.target.ranks is not None:
-        wanted = engine.target.ranks.agree(wanted)
-    for size in sorted(engine.config.batch_sizes, reverse=True):
-        for shard_size in reversed(engine.config.shard_batch_sizes(size)):
-            for shape in engine.shapes_at(size):
-                yield from (_Cycle(size, shard_size, shape, kind) for kind in wanted)
 
 
 def can_have_grammars(engine: Engine) -> bool:
@@ -239,14 +344,9 @@ def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
 
 
-def _name(kind: BatchKind) -> str:
-    level = ("greedy", "drawn", "filtered", "penalties, biases")[kind.level]
-    if kind in USUAL_KINDS:
-        return f"batches: {level}"
-    return f"batches: {level}, {'grammar' if kind.has_grammar else 'logprobs'}"
-
-
-def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> Iterator[str]:
+def _left_out(
+    engine: Engine, extent: WarmUpExtent, units: Sequence[GraphUnit], works: Sequence[Work]
+) -> Iterator[str]:
     """Iterate over sentences on what was not prepared, and what that costs a request."""
     graphs = [work for work in works if work.what.startswith("graphs")]
     count = sum(work.number for work in graphs)
@@ -256,11 +356,46 @@ def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> It
     if not engine.runner.graphs.has_fixed_shapes:
         yield "graphs, which are off: every cycle runs from Python, and may compile kernels for new lengths"
     elif extent == "none":
-        yield f"anything: graphs are {later}, and kernels compiled"
+        yield f"graphs: {later}"
     elif extent == "usual":
-        yield f"batches with logprobs or grammars ({len(LOGPROBS_KINDS) + len(GRAMMAR_KINDS)} kinds): {later}"
-    backends = engine.runner.prefill_backends
-    if extent == "none" and backends.libraries and backends.forced is None:
-        yield f"times of prefill backends: {backends.default} computes all prompts"
+        num_kinds = len(LOGPROBS_KINDS) + len(GRAMMAR_KINDS)
+        yield f"graphs of batches with logprobs or grammars ({num_kinds} kinds): {later}"
+    yield from _beyond_budget(engine, units)
     if not can_have_grammars(engine):
         yield "grammars: without llguidance or a tokenizer such requests are refused"
+
+
+def _beyond_budget(engine: Engine, units: Sequence[GraphUnit]) -> Iterator[str]:
+    """Iterate over sentences on graphs that have no place in their budget or in the device's memory."""
+    runner = engine.runner
+    selection = runner.graph_selection
+    if selection is None:
+        return
+    padded: list[GraphUnit] = []
+    eager: list[GraphUnit] = []
+    for unit in selection.left_out({unit.kind for unit in units}):
+        shapes = engine.shapes_at(unit.size)
+        is_served = all(runner.serving_unit(unit, shape) != unit for shape in shapes)
+        (padded if is_served else eager).append(unit)
+    place = "for lack of memory"
+    if selection.budget is not None:
+        place = f"in the {selection.budget / 1e9:.2f} GB of graphs"
+    if padded:
+        yield f"graphs {place} for {' and '.join(describe(padded))}: those of larger batches are used"
+    if eager:
+        yield f"graphs {place} for {' and '.join(describe(eager))}: such batches run without a graph"
+
+
+def _memory_of_graphs(engine: Engine) -> str:
+    """Say what the driver took for graphs, beside what was planned for it."""
+    runner = engine.runner
+    selection = runner.graph_selection
+    if selection is None or not selection.is_measured:
+        return ""
+    planned = selection.planned_node_bytes
+    if runner.prompt_shapes:
+        planned += graphs_of_prompts(engine.target.config, engine.draft, engine.config, None).bytes
+    return (
+        f"{runner.graphs.node_bytes / 1e9:.2f} GB taken by the driver for {engine.num_graphs} graphs, "
+        f"{planned / 1e9:.2f} GB planned"
+    )

@@ -4,7 +4,7 @@ buffers."""
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,19 +12,27 @@ from torch.utils._pytree import tree_leaves
 
 from eagle_kit.autotune.shapes import MOST_STEPS, WIDTHS
 from eagle_kit.config.engine import ResolvedConfig
-from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.choose_drafter import drafter_class
 from eagle_kit.engine.grammar.masks import num_bytes
+from eagle_kit.engine.graphs.batch_kind import kinds
+from eagle_kit.engine.graphs.graph_selection import describe
 from eagle_kit.engine.measured import prefill_backends
-from eagle_kit.engine.memory.graph_memory import NO_GRAPHS, Graphs, graphs_of
+from eagle_kit.engine.memory.graph_memory import (
+    NO_GRAPHS,
+    Graphs,
+    expected_shapes,
+    graphs_of,
+    graphs_of_prompts,
+    select_graphs,
+)
 from eagle_kit.engine.padded_prompts import prompt_shapes, reason_against_graphs
 from eagle_kit.kv.latents import PACKED_TOKENS
 from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.blocks.moe import FP8Experts
-from eagle_kit.models.config import DecoderConfig
+from eagle_kit.models.config import DecoderConfig, TargetConfig
 from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.cpu.memory import promised_memory
 from eagle_kit.ops.linear import packed_parts
@@ -34,7 +42,7 @@ FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""
 SNAPSHOT_SHARE = 0.25
 """Share of what is left for the pool that snapshots of states may take when their number is not given."""
-GRAPH_SHARE = 0.25
+GRAPH_SHARE = 0.15
 """Share of what is left for graphs and the pool that graphs may take where the pool could use all of it."""
 BYTES_OF_TABLES = 4 + 4 + 1
 """Of a slot for each token of the vocabulary: counts, biases, and whether it is in the prompt."""
@@ -67,9 +75,10 @@ class MemoryPlan:
         ngram_log: bytes of host memory of a full log of n-grams.
         states: bytes of the states of recurrent layers, snapshots included.
         state_snapshots: number of these; None without recurrent layers.
-        graphs: CUDA graphs, by estimate, of what ``extent`` prepares.
-        extent: the most that a warm-up may prepare, so that graphs leave the pool its share.
-        graphs_of_all: those that would be prepared for everything.
+        graphs: CUDA graphs, by estimate, that fit into ``graph_memory``, those of prompts included.
+        graph_memory: bytes that CUDA graphs may take; None where there are none.
+        graphs_of_all: graphs that a warm-up without a budget would prepare.
+        graphs_left_out: phrases on batches without graphs of their own, for lack of ``graph_memory``.
         fp8: bytes of the weights that are in fp8 layers.
         prefill: bytes of ``activations`` that a prefill step needs.
     """
@@ -86,8 +95,9 @@ class MemoryPlan:
     states: int = 0
     state_snapshots: int | None = None
     graphs: Graphs = NO_GRAPHS
-    extent: WarmUpExtent = "all"
+    graph_memory: int | None = None
     graphs_of_all: Graphs = NO_GRAPHS
+    graphs_left_out: tuple[str, ...] = ()
     fp8: int = 0
     prefill: int = 0
 
@@ -103,14 +113,15 @@ class MemoryPlan:
         return used + self.graphs.bytes
 
     def smallest(self, plans: "Sequence[MemoryPlan]") -> "MemoryPlan":
-        """This plan with the fewest tokens and snapshots, and the least preparation, of all ranks' plans."""
-        extents = get_args(WarmUpExtent)
+        """This plan with the fewest tokens and snapshots, and the least memory of graphs, of all ranks'
+        plans."""
+        graph_memory = [plan.graph_memory for plan in plans if plan.graph_memory is not None]
         snapshots = [plan.state_snapshots for plan in plans if plan.state_snapshots is not None]
         return replace(
             self,
             kv_tokens=min(plan.kv_tokens for plan in plans),
             state_snapshots=min(snapshots, default=None),
-            extent=extents[max(extents.index(plan.extent) for plan in plans)],
+            graph_memory=min(graph_memory, default=None),
         )
 
     @property
@@ -120,6 +131,7 @@ class MemoryPlan:
             "kv_tokens": self.kv_tokens,
             "kv_memory": None,
             "state_snapshots": self.state_snapshots,
+            "graph_memory": self.graph_memory,
         }
 
     def __str__(self) -> str:
@@ -136,11 +148,11 @@ class MemoryPlan:
             draft += f"; of the weights {self.fp8 / 1e9:.2f} GB are fp8 layers"
         log = f"; the n-gram log grows to {self.ngram_log / 1e9:.2f} GB" if self.ngram_log else ""
         left_out = ""
-        if self.extent != "all":
+        if self.graphs_left_out and self.graph_memory is not None:
             left_out = (
-                f"; the {self.graphs_of_all.number} graphs of everything would take "
-                f"{self.graphs_of_all.bytes / 1e9:.2f} GB from the pool, so they are prepared as with "
-                f"--warm-up {self.extent}, and others captured when they are first needed"
+                f"; graphs may take {self.graph_memory / 1e9:.2f} GB, and all {self.graphs_of_all.number} "
+                f"would take {self.graphs_of_all.bytes / 1e9:.2f} GB, so there are none for "
+                f"{' and '.join(self.graphs_left_out)}"
             )
         return (
             f"memory  {total / 1e9:.2f} GB ({sizes}); the pool holds {self.kv_tokens} tokens of "
@@ -211,10 +223,9 @@ def plan_memory(
         scratch += config.most_rows * spec.num_bytes_of_node(weight.element_size())
         activations += spec.num_bytes_of_pair * max(MAX_WINDOW**2, batch * config.shape.tokens**2)
 
-    # Graphs, by what is prepared at the start.
-    graphs: dict[WarmUpExtent, Graphs] = dict.fromkeys(get_args(WarmUpExtent), NO_GRAPHS)
-    if device.type != "cpu" and config.graph_mode == "cycle":
-        # Of cycles, and of prompts of few rows, in a pool of their own.
+    # Graphs of cycles and of prompts compute in memory of their own.
+    has_graphs = device.type != "cpu" and config.graph_mode == "cycle"
+    if has_graphs:
         graph_rows = config.most_rows
         if reason_against_graphs(model, draft, config) is None:
             prompt_rows = prompt_shapes(config)[-1].rows
@@ -222,8 +233,6 @@ def plan_memory(
             if draft is not None:
                 scratch += prompt_rows * draft.state_size * draft.state_dtype.itemsize
         activations += graph_rows * per_row * weight.element_size()
-        for extent in graphs:
-            graphs[extent] = graphs_of(model, draft, config, extent, chooses_shapes=chooses_shapes)
 
     # Memory that is left for the pool.
     needed = scratch + logits + activations + states
@@ -235,16 +244,20 @@ def plan_memory(
             free //= target.ranks.size
     room = int(FREE_SHARE[device.type] * free) - needed
 
-    # Tokens that are given or wanted, and how many graphs leave them their share.
+    # Tokens that are given or wanted, and graphs that leave them their share.
     kv_tokens = config.kv_tokens
     if config.kv_memory is not None:
         kv_tokens = max(1, config.kv_memory // per_token)
+    is_given = kv_tokens is not None
     all_parts = config.shard_batch_size * config.num_shards
     wanted = all_parts * (config.max_context + config.num_lookahead_tokens(MAX_WINDOW - 1) + config.page_size)
     shared = room if kv_tokens is None else free - needed
-    extent = _extent(graphs, shared, (kv_tokens or wanted) * per_token, is_given=kv_tokens is not None)
-    room -= graphs[extent].bytes
-    needed += graphs[extent].bytes
+    graphs = _NO_GRAPH_PLAN
+    if has_graphs:
+        budget = _graph_budget(config, shared, (kv_tokens or wanted) * per_token, is_given=is_given)
+        graphs = _plan_graphs(model, draft, config, budget, chooses_shapes=chooses_shapes)
+    room -= graphs.reserved
+    needed += graphs.reserved
 
     # Snapshots of states take a share of what is left.
     if spec is not None:
@@ -264,6 +277,7 @@ def plan_memory(
             f"{free / 1e9:.2f} GB are free, and {needed / 1e9:.2f} GB are needed before a token{of_states}.",
             "Free memory, or lower the batch size or the tokens of a prefill step"
             + (" or state_snapshots" if config.state_snapshots else "")
+            + (" or graph_memory" if config.graph_memory else "")
             + (" or the n-gram capacity." if ngram_log else "."),
         )
     if kv_tokens is None:
@@ -272,8 +286,16 @@ def plan_memory(
         raise UserError(
             f"A pool of {kv_tokens} tokens takes {kv_tokens * per_token / 1e9:.1f} GB, and "
             f"{free / 1e9:.1f} GB are free.",
-            "Lower kv_tokens or kv_memory" + (" or state_snapshots." if config.state_snapshots else "."),
+            "Lower kv_tokens or kv_memory"
+            + (" or state_snapshots" if config.state_snapshots else "")
+            + (" or graph_memory." if config.graph_memory else "."),
         )
+    # Graphs may take what is left over.
+    graph_memory = config.graph_memory
+    if has_graphs and graph_memory is None:
+        pool = kv_tokens * per_token
+        left = free - needed if is_given else room
+        graph_memory = graphs.chosen.bytes + max(0, int(left) - pool)
     return MemoryPlan(
         kv_tokens,
         per_token,
@@ -286,9 +308,10 @@ def plan_memory(
         ngram_log,
         states,
         snapshots,
-        graphs[extent],
-        extent,
-        graphs["all"],
+        graphs.chosen,
+        graph_memory,
+        graphs.wanted,
+        graphs.left_out,
         fp8=sum(part.nbytes for layer in layers for part in layer.parameters()),
         prefill=prefill,
     )
@@ -312,12 +335,60 @@ def _draft_logits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: 
     return kind.logits_bytes(draft, config.max_batch_size, spec._replace(topk=topk))
 
 
-def _extent(graphs: dict[WarmUpExtent, Graphs], shared: int, pool: int, *, is_given: bool) -> WarmUpExtent:
-    """Choose the most that graphs are prepared for: all that fits beside the ``pool`` into the bytes
-    ``shared`` with it, or, unless its size ``is_given``, all that is at most ``GRAPH_SHARE`` of these."""
-    share = 0.0 if is_given else GRAPH_SHARE * max(0, shared)
-    fits = (extent for extent, (_, size) in graphs.items() if size + pool <= shared or size <= share)
-    return next(fits, "none")
+class _GraphPlan(NamedTuple):
+    """Graphs of a plan: those that are chosen, all that are wanted, the bytes to leave to graphs, and phrases
+    on what is left out."""
+
+    chosen: Graphs
+    wanted: Graphs
+    reserved: int
+    left_out: tuple[str, ...]
+
+
+_NO_GRAPH_PLAN = _GraphPlan(NO_GRAPHS, NO_GRAPHS, 0, ())
+
+
+def _graph_budget(config: ResolvedConfig, shared: int, pool: int, *, is_given: bool) -> int:
+    """Bytes that graphs may take.
+
+    Args:
+        shared: bytes for graphs and the pool together.
+        pool: bytes of the pool that is given or wanted.
+        is_given: True if the pool has a given size, which comes before graphs.
+    """
+    if config.graph_memory is not None:
+        return config.graph_memory
+    left = max(0, int(shared) - pool)
+    return left if is_given else max(left, int(GRAPH_SHARE * max(0, shared)))
+
+
+def _plan_graphs(
+    target: TargetConfig,
+    draft: DraftModel | None,
+    config: ResolvedConfig,
+    budget: int,
+    *,
+    chooses_shapes: bool,
+) -> _GraphPlan:
+    """Choose the graphs that fit into ``budget`` bytes, by estimate."""
+    shapes = expected_shapes(config, chooses_shapes=chooses_shapes)
+    selection = select_graphs(target, draft, config, shapes, budget)
+    of_prompts = graphs_of_prompts(target, draft, config, budget)
+    all_of_prompts = graphs_of_prompts(target, draft, config, None)
+    of_cycles = graphs_of(target, draft, config, "all", chooses_shapes=chooses_shapes)
+
+    # A size that the user gave is reserved as it is.
+    cost = selection.cost(selection.chosen)
+    chosen = Graphs(
+        cost.number + of_prompts.number, cost.num_bytes(selection.bytes_of_launch) + of_prompts.bytes
+    )
+    wanted = Graphs(of_cycles.number + all_of_prompts.number, of_cycles.bytes + all_of_prompts.bytes)
+    reserved = chosen.bytes if config.graph_memory is None else config.graph_memory
+    all_kinds = list(kinds("all", can_have_grammars=True))
+    left_out = describe(selection.left_out(all_kinds))
+    if of_prompts != all_of_prompts:
+        left_out.append("prompts")
+    return _GraphPlan(chosen, wanted, reserved, tuple(left_out))
 
 
 def _layers(target: Target, draft: DraftModel | None) -> Iterator[DecoderConfig]:

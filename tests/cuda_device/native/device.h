@@ -98,6 +98,8 @@ size_t device_bytes_used(int device);
 size_t device_bytes_peak(int device);
 void device_reset_peak(int device);
 void device_set_memory(int device, size_t bytes);
+/* Memory of the device that an instantiated graph takes for each of its works. Returns the number of before. */
+size_t device_set_bytes_of_node(size_t bytes);
 /* Mode "counting": copies and fills of more bytes are counted only. Returns the number of before. */
 size_t device_copy_up_to(size_t bytes);
 

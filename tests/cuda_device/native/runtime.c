@@ -43,6 +43,7 @@ static int num_devices;
 static int capability; /* 90 for 9.0 */
 static bool has_values;
 static size_t most_copied = MOST_COPIED;
+static size_t bytes_of_node; /* memory of the device for each work of an instantiated graph */
 
 static const char *setting(const char *name, const char *otherwise) {
     const char *given = getenv(name);
@@ -230,6 +231,8 @@ typedef struct WorkList {
 typedef struct Graph {
     WorkList works;
     int references;
+    int device;
+    size_t node_bytes; /* memory of the device that it has taken since it was instantiated */
 } Graph;
 
 typedef struct Capture {
@@ -308,6 +311,7 @@ __attribute__((constructor)) static void start(void) {
     num_devices = atoi(setting("EAGLE_KIT_DEVICE_COUNT", "1"));
     if (num_devices > MAX_DEVICES) num_devices = MAX_DEVICES;
     double gigabytes = atof(setting("EAGLE_KIT_DEVICE_MEMORY_GB", "80"));
+    bytes_of_node = strtoul(setting("EAGLE_KIT_DEVICE_GRAPH_NODE_BYTES", "0"), NULL, 10);
     capability = (int)(10 * atof(setting("EAGLE_KIT_DEVICE_CAPABILITY", "9.0")) + 0.5);
     has_values = !strcmp(setting("EAGLE_KIT_DEVICE_MODE", "counting"), "values");
     for (int i = 0; i < num_devices; i++) {
@@ -793,6 +797,12 @@ size_t device_bytes_peak(int device) { return devices[device].peak; }
 void device_reset_peak(int device) { devices[device].peak = devices[device].used; }
 void device_set_memory(int device, size_t bytes) { devices[device].total = bytes; }
 
+size_t device_set_bytes_of_node(size_t bytes) {
+    size_t before = bytes_of_node;
+    bytes_of_node = bytes;
+    return before;
+}
+
 size_t device_copy_up_to(size_t bytes) {
     size_t before = most_copied;
     most_copied = bytes;
@@ -1145,6 +1155,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, enum cudaStreamCaptureMo
     capture->origin = stream;
     capture->graph = calloc(1, sizeof *capture->graph);
     capture->graph->references = 1;
+    capture->graph->device = stream->device;
     pthread_mutex_lock(&lock);
     capture->id = next_capture_id++;
     capture->next = captures;
@@ -1203,7 +1214,21 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph) {
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long flags) {
     cudaError_t error = check_unsafe("cudaGraphInstantiate"); /* it takes memory of the device */
     if (error) return error;
-    __atomic_add_fetch(&((Graph *)graph)->references, 1, __ATOMIC_ACQ_REL);
+    Graph *captured = (Graph *)graph;
+    Device *device = &devices[captured->device];
+    size_t taken = captured->works.length * bytes_of_node;
+    pthread_mutex_lock(&lock);
+    bool fits = taken <= device->total - device->used;
+    if (fits) device->used += taken;
+    if (device->used > device->peak) device->peak = device->used;
+    pthread_mutex_unlock(&lock);
+    if (!fits) {
+        device_count(COUNT_out_of_memory, 1);
+        add_entry(LOG_OUT_OF_MEMORY, cudaErrorMemoryAllocation, "cudaGraphInstantiate", "nodes of the graph");
+        return answer(cudaErrorMemoryAllocation);
+    }
+    captured->node_bytes = taken;
+    __atomic_add_fetch(&captured->references, 1, __ATOMIC_ACQ_REL);
     device_count(COUNT_live_graphs, 1);
     *executable = (cudaGraphExec_t)graph;
     return cudaSuccess;
@@ -1215,8 +1240,13 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+    Graph *graph = (Graph *)executable;
     device_count(COUNT_live_graphs, -1);
-    release_graph((Graph *)executable);
+    pthread_mutex_lock(&lock);
+    devices[graph->device].used -= graph->node_bytes;
+    graph->node_bytes = 0;
+    pthread_mutex_unlock(&lock);
+    release_graph(graph);
     return cudaSuccess;
 }
 
