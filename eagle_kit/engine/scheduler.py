@@ -23,8 +23,8 @@ pages, from
 The quantum of a response is :data:`QUANTUM_TOKENS` tokens. For a first token
 :data:`SHORT_QUANTUM_TOKENS` are enough where there is a prefix cache. The quantum of a prompt is
 :data:`QUANTUM_CHUNKS` chunks. With recurrent layers a quantum is longer, because the tokens behind
-the last snapshot of a state are computed again. Against requests of its own client a response has a
-longer quantum on a GPU, and where the pool cannot hold all requests.
+the last snapshot of a state are computed again. Against a client that has a slot, its own included,
+a response has a longer quantum on a GPU, and where the pool cannot hold all requests.
 
 A step considers the first :data:`NUM_CANDIDATES` waiting requests for slots of others, and as many
 of those that gave way before.
@@ -148,6 +148,18 @@ class _Claim(NamedTuple):
         """Return True if nobody gives way to this request where nobody gives way to the ``other``."""
         amounts = zip(self[5:], other[5:], strict=True)
         return self[:5] == other[:5] and all(mine >= theirs for mine, theirs in amounts)
+
+
+class _Dispensable(NamedTuple):
+    """Requests of the batch that some waiting request could preempt, most progress first.
+
+    Attributes:
+        to_new: for requests of clients without a slot.
+        to_served: those of them for requests of clients with a slot.
+    """
+
+    to_new: list[Request]
+    to_served: list[Request]
 
 
 class Scheduler:
@@ -468,12 +480,12 @@ class Scheduler:
             The requests that were preempted.
         """
         preempted: list[Request] = []
-        behind = self._long_prompts()[1:]
-        dispensable = self._dispensable(behind)
-        if not dispensable:
-            return preempted
         if not self.page_pool.has_snapshots:
             self._cache_holds_all = self._holds_all()
+        behind = self._long_prompts()[1:]
+        dispensable = self._dispensable(behind)
+        if not dispensable.to_new:
+            return preempted
         failed: list[_Claim] = []
         for request in self._queue.candidates(NUM_CANDIDATES):
             if not self._can_begin(request):
@@ -537,34 +549,45 @@ class Scheduler:
                 long.append(request)
         return sorted(long, key=service_order)
 
-    def _dispensable(self, behind: Sequence[Request]) -> list[Request]:
+    def _dispensable(self, behind: Sequence[Request]) -> "_Dispensable":
         """List the requests of the batch that some waiting request could preempt, most progress
         first.
 
         Args:
             behind: long prompts behind another.
         """
-        dispensable = [request for request in self.running if self._is_dispensable(request, behind)]
-        return sorted(dispensable, key=progress, reverse=True)
+        to_new = [request for request in self.running if self._is_dispensable(request, behind, 0)]
+        to_new.sort(key=progress, reverse=True)
+        to_served = []
+        for request in to_new:
+            if self._is_dispensable(request, behind, self._quantum_beside_served(request)):
+                to_served.append(request)
+        return _Dispensable(to_new, to_served)
 
-    def _is_dispensable(self, request: Request, behind: Sequence[Request]) -> bool:
-        """Return True if some waiting request could preempt a request of the batch."""
+    def _is_dispensable(self, request: Request, behind: Sequence[Request], quantum: int) -> bool:
+        """Return True if some waiting request could preempt a request of the batch.
+
+        Args:
+            quantum: least tokens of its quantum.
+        """
         if self._num_slots_of[request.group] > 1 or request in behind:
             return True
         is_ahead = progress(request) >= QUANTUM_TOKENS  # of a request without a token
-        if is_ahead and self._has_had_quantum(request, self._short_quantum):
+        if is_ahead and self._has_had_quantum(request, max(quantum, self._short_quantum)):
             return True
         return self._has_had_prompt_quantum(request)
 
     def _victims(
-        self, request: Request, dispensable: Sequence[Request], behind: Sequence[Request]
+        self, request: Request, dispensable: "_Dispensable", behind: Sequence[Request]
     ) -> list[Request]:
         """List the requests of one shard of the pool that a waiting request may preempt."""
-        if self._num_slots_of[request.group] or not dispensable:
+        is_served = self._num_slots_of_client[request.client] > 0
+        possible = dispensable.to_served if is_served else dispensable.to_new
+        if self._num_slots_of[request.group] or not possible:
             return []
 
         # A long queue usually ends here: nobody is a quantum ahead, and each group has one slot.
-        most_ahead = progress(dispensable[0]) - progress(request)
+        most_ahead = progress(possible[0]) - progress(request)
         most_slots = max(self._num_slots_of.values())
         if most_ahead < QUANTUM_TOKENS and most_slots == 1 and request.response.token_ids:
             return []
@@ -574,7 +597,7 @@ class Scheduler:
             behind = ()
 
         # All victims together must make room in their shard.
-        victims = [other for other in dispensable if self._gives_way(other, request, behind)]
+        victims = [other for other in possible if self._gives_way(other, request, behind)]
         for shard in range(self.page_pool.num_shards):
             in_shard = [other for other in victims if other.sequence.allocation.shard == shard]
             if in_shard and self._would_fit(request, in_shard, shard):
@@ -602,8 +625,8 @@ class Scheduler:
         # A response that is ahead gives way after its quantum.
         num_ahead = progress(other) - progress(request)
         quantum = QUANTUM_TOKENS if request.response.token_ids else self._short_quantum
-        if other.client == request.client:
-            quantum = max(quantum, self._quantum_beside_own(other))
+        if self._num_slots_of_client[request.client]:
+            quantum = max(quantum, self._quantum_beside_served(other))
         if num_ahead >= QUANTUM_TOKENS and self._has_had_quantum(other, quantum):
             return True
 
@@ -611,9 +634,9 @@ class Scheduler:
         is_longer = _num_left(other) - request.num_to_compute > self._prompt_quantum
         return is_longer and not request.response.token_ids and self._has_had_prompt_quantum(other)
 
-    def _quantum_beside_own(self, request: Request) -> int:
-        """Least quantum of a response against others of its client, whose responses it delays when it is
-        computed again.
+    def _quantum_beside_served(self, request: Request) -> int:
+        """Least quantum of a response against a client that has a slot already. To preempt it delays all
+        responses of the batch.
 
         Tokens that are computed again take at least the time in which weights are read. Where the pool cannot
         hold all requests, the pages of a preempted one are evicted, and all of its tokens are computed again.
