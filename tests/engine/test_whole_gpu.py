@@ -69,6 +69,8 @@ def test_what_the_user_gives_rules():
     given = {"kv_tokens": 50_000, "max_batch_size": 300, "max_context": 4096}
     for name, value in given.items():
         assert getattr(plan_of(**{name: value}).sizes_on(gpu), name) == value
+    crowded = plan_of(max_batch_size=512).sizes_on(gpu)
+    assert crowded.max_batch_size == 512 and crowded.max_context == 131072
     small = plan_of(kv_tokens=20_000).sizes_on(gpu)
     assert (small.max_batch_size, small.kv_tokens) == (16, 20_000)
     assert 19_000 < small.max_context < 20_000

@@ -363,7 +363,8 @@ def fit_sizes(
             num_tokens = plan(fitted).kv_tokens
         except UserError:
             return True
-        return size > enough and num_tokens < size * min(TOKENS_OF_REQUEST, context)
+        is_free_choice = lowers_batch and size > enough
+        return is_free_choice and num_tokens < size * min(TOKENS_OF_REQUEST, context)
 
     # What fits in no smaller size is refused with its sentences.
     best = config.replace(max_context=contexts[-1]).with_batch_size(sizes[0])
@@ -373,7 +374,7 @@ def fit_sizes(
     # a half of it may reach further.
     best_key = (False, 0)
     for context in contexts:
-        if context <= best_key[1]:
+        if best_key[0] and context <= best_key[1]:
             break
         num_fitting = bisect(sizes, False, key=partial(is_too_large, context=context))
         if not num_fitting:
