@@ -49,6 +49,7 @@ RANKS = {
     "--load-timeout": ("load_timeout_s", 8.5),
 }
 ENGINE = {
+    "--gpu-memory-utilization": ("gpu_memory_utilization", 0.75),
     "--max-running-requests": ("max_batch_size", 3),
     "--page-size": ("page_size", 32),
     "--prefill-tokens": ("prefill_tokens", 65),

@@ -123,7 +123,8 @@ def test_the_plan_counts_graphs(planned):
 
 def test_graphs_take_their_share_where_the_pool_could_use_all_of_it(planned):
     whole = planned(1 << 40)
-    fixed = whole.scratch + whole.logits + whole.activations
+    long = planned(1 << 40, max_context=10**6)
+    fixed = long.scratch + long.logits + long.activations
 
     def with_room(room, **options):
         return planned(int((fixed + room) / memory.FREE_SHARE["cuda"]) + 2, max_context=10**6, **options)

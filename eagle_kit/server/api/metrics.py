@@ -223,8 +223,8 @@ class _EngineCollector:
             ),
             (
                 "steps_out_of_memory",
-                "Steps for which the GPU had too little memory.",
-                totals.num_out_of_memory,
+                "Steps that the GPU had too little memory for, run in parts.",
+                totals.num_steps_in_parts,
             ),
             ("spec_decode_num_drafts", "Verifications of at least one draft token.", totals.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens that were verified.", totals.num_draft_tokens),
