@@ -51,6 +51,8 @@ ENGINE_OPTIONS = {
 PROMPTS = ([5, 6, 7], [9, 10, 1, 2, 3], [8], [3, 4, 3, 4, 3, 4], [*range(11)] * 9)
 """Five prompts for batches of three; the last one fills several pages."""
 MAX_TOKENS = 24
+MOST_STEPS = 1000
+"""Steps of an engine after which its responses will not end; about 60 are needed."""
 TIES = {"float32": 1e-4, "bfloat16": 5e-2}
 """Difference of two logits, relative to the largest, up to which either token may be the most likely one:
 implementations sum in different orders, and bf16 rounds each layer."""
@@ -108,17 +110,13 @@ def _randomise(model: nn.Module, *, seed: int, deviation: float) -> None:
 def serve(dtype: str, **options: Any) -> tuple[LLM, Texts]:
     """Serve the prompts twice, greedily; the engine is warmed up before."""
     target, head = small_models(dtype)
-    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-    prompts = [list(prompt) for prompt in PROMPTS]
     with _log_of_graphs() as messages:
         llm = LLM(target, head, **{**ENGINE_OPTIONS, **options})
         llm.warm_up("usual")
-        first = llm.generate(prompts, params)
+        tokens = _responses(llm, PROMPTS)
         graphs = _num_graphs(llm)
         segments = _num_segments()
-        again = llm.generate(prompts, params)
-    tokens = [output.token_ids for output in first]
-    repeated = [output.token_ids for output in again]
+        repeated = _responses(llm, PROMPTS)
     if any(_differ(llm, dtype, *each) for each in zip(PROMPTS, tokens, repeated, strict=True)):
         messages.append("the same prompts got other texts when they came again")
     engine = llm.engine()
@@ -131,6 +129,20 @@ def serve(dtype: str, **options: Any) -> tuple[LLM, Texts]:
         messages=messages,
     )
     return llm, texts
+
+
+def _responses(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
+    """Tokens of the greedy responses to prompts. Raises RuntimeError where they do not end."""
+    engine = llm.engine()
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    requests = [llm.make_request(prompt, params) for prompt in prompts]
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(MOST_STEPS):
+        if not engine.has_work:
+            return [list(request.token_ids) for request in requests]
+        engine.step()
+    raise RuntimeError(f"the responses have not ended after {MOST_STEPS} steps")
 
 
 @contextmanager
@@ -204,10 +216,12 @@ def check_texts(dtype: str, form: str, given: Mapping[str, Any]) -> CheckOutcome
 
 
 def _first_difference(right: Sequence[int], text: Sequence[int]) -> int | None:
-    """Number of the first token that differs; None for equal texts."""
-    for place, (one, other) in enumerate(zip(right, text, strict=True)):
+    """Number of the first token that differs or is missing; None for equal texts."""
+    for place, (one, other) in enumerate(zip(right, text, strict=False)):
         if one != other:
             return place
+    if len(right) != len(text):
+        return min(len(right), len(text))
     return None
 
 
@@ -219,6 +233,8 @@ def _differ(llm: LLM, dtype: str, prompt: Sequence[int], right: Sequence[int], t
     place = _first_difference(right, text)
     if place is None:
         return False
+    if place == min(len(right), len(text)):
+        return True  # one ended too early
     logits = llm.logits([*prompt, *right[:place]])[-1].float()
     gap = (logits[right[place]] - logits[text[place]]).abs() / logits.abs().max()
     return not float(gap) <= TIES[dtype]
@@ -258,7 +274,7 @@ def _compare_with_plan(llm: LLM, before: int) -> CheckOutcome:
     torch.cuda.reset_peak_memory_stats()
     longest = llm.max_context - SHORT_RESPONSE
     prompts = [[1 + number] * longest for number in range(2)]
-    llm.generate(prompts, SamplingParams(max_tokens=SHORT_RESPONSE // 4, ignore_eos=True))
+    _responses(llm, prompts, SHORT_RESPONSE // 4)
 
     # The plan and what was taken.
     plan = llm.memory_plan
