@@ -72,8 +72,8 @@ test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in so
 	@$(ON_DEVICE) tests/cuda_device/test_out_of_memory.py $(ARGS) $(OR_NONE)
 	@{ $(ON_DEVICE) --collect-only $(FULL_SIZE) $(ARGS) | grep '::' || true; } | \
 	  while IFS= read -r test; do $(ON_DEVICE) "$$test" < /dev/null; done
-	@echo "== the same, of capability 8.0: cycles"
-	@EAGLE_KIT_DEVICE_CAPABILITY=8.0 $(ON_DEVICE) tests/cuda_device/test_cycles.py $(ARGS) $(OR_NONE)
+	@echo "== the same, of capability 8.0: cycles, switches"
+	@EAGLE_KIT_DEVICE_CAPABILITY=8.0 $(ON_DEVICE) tests/cuda_device/test_cycles.py tests/cuda_device/test_switches.py $(ARGS) $(OR_NONE)
 	@echo "== the same with true values"
 	@$(WITH_VALUES) tests/cuda_device/values $(ARGS) $(OR_NONE)
 	@echo "== tests of a GPU's kernels on it, with their numbers"

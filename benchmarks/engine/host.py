@@ -313,7 +313,7 @@ def allocations(run: Callable[[], Any]) -> int:
     return found
 
 
-class _Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):
     """Mode that counts operations by name."""
 
     def __init__(self) -> None:
@@ -329,7 +329,7 @@ def operations(engine: Engine, steps: int) -> list[Counter[str]]:
     """Torch's operations by name, of each of some steps; :data:`FROM_HOST` makes a tensor of numbers."""
     found = []
     for _ in range(steps):
-        with _Counting() as counting:
+        with Counting() as counting:
             engine.step()
         found.append(counting.counts)
     return found

@@ -16,6 +16,7 @@ from eagle_kit.config.options import Options
 from eagle_kit.config.other_engines import PYTHON_NAMES, remedies_with
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable
+from eagle_kit.core.switches import VARIABLE, is_disabled
 
 GraphMode = Literal["cycle", "off"]
 PrefillBackend = Literal["auto", "triton", "flash-attn", "flashinfer"]
@@ -37,6 +38,17 @@ def parse_size(text: Any) -> Any:
     if match is None or float(match[1]) <= 0:
         raise UserError(f"The size {text!r} cannot be read.", "Write it like 4G, 512Mi or 1000000000.")
     return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def _is_disabled(part: str, option: str, *, is_wanted: bool) -> bool:
+    """Return whether ``EAGLE_KIT_DISABLE`` disables ``part``. Raise UserError if ``option`` asks for it."""
+    if not is_disabled(part):
+        return False
+    if is_wanted:
+        raise UserError(
+            f"The option {option} asks for {part}, which {VARIABLE} disables.", "Leave one of the two out."
+        )
+    return True
 
 
 def _shape_table(given: Any) -> ShapeTable | None:
@@ -280,7 +292,14 @@ class EngineConfig(Options):
             on_gpu: whether the device is a GPU.
             max_positions: longest context of the target.
             can_record: whether cycles can be recorded on a CPU.
+
+        Raises:
+            UserError: an option asks for what ``EAGLE_KIT_DISABLE`` disables.
         """
+        # Switches for faults of some hardware.
+        can_capture = not _is_disabled("graphs", "graph_mode", is_wanted=self.graph_mode == "cycle")
+        can_lag = not _is_disabled("lag", "lag", is_wanted=bool(self.lag))
+
         # Defaults of the device.
         if on_gpu:
             prefill_tokens = self.prefill_tokens or 8192
@@ -295,7 +314,8 @@ class EngineConfig(Options):
             decode_prefill_tokens = self.decode_prefill_tokens or prefill_tokens
             mixed_prefill_tokens = self.mixed_prefill_tokens or 12
             default_sizes = tuple(range(1, self.max_batch_size + 1))
-        default_graph_mode = "cycle" if on_gpu or can_record else "off"
+        default_graph_mode = "cycle" if can_capture and (on_gpu or can_record) else "off"
+        default_lag = int(on_gpu and can_lag)
 
         # The largest batch is the last of the sizes.
         sizes = default_sizes if self.batch_sizes is None else self.batch_sizes
@@ -305,7 +325,7 @@ class EngineConfig(Options):
             "prefill_tokens": prefill_tokens,
             "decode_prefill_tokens": min(prefill_tokens, decode_prefill_tokens),
             "mixed_prefill_tokens": min(prefill_tokens, mixed_prefill_tokens),
-            "lag": int(on_gpu) if self.lag is None else self.lag,
+            "lag": default_lag if self.lag is None else self.lag,
             "batch_sizes": tuple(sorted(smaller | {self.max_batch_size})),
             "graph_mode": self.graph_mode or default_graph_mode,
             "shape": self.shape or ShapeTable.parse(NO_SPECULATION),

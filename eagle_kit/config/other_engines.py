@@ -3,6 +3,8 @@ Torch-free."""
 
 from collections.abc import Mapping
 
+from eagle_kit.core.switches import VARIABLE
+
 LEAVE_OUT = "Leave it out."
 TARGET = "Write {call}."
 DRAFT = "Give {draft}."
@@ -14,7 +16,9 @@ BATCH = "Give {max_batch_size}."
 RANKS = "Give {tensor_parallel}."
 PROMPT_PARTS = "Give {prefill_tokens}."
 NO_PREFIX_CACHE = "Give {no_prefix_cache}."
-NO_GRAPHS = "Give {no_graphs}."
+NO_GRAPHS = f"Give {{no_graphs}}, or set {VARIABLE}=graphs."
+NO_ONE_SHOT = f"Set {VARIABLE}=one-shot-all-reduce."
+NO_LAG = f"Set {VARIABLE}=lag."
 GRAPHS = "Leave it out: what a batch needs is captured, and nothing with {no_graphs}."
 LAYERS = "Leave it out: layers are not shared out among processes; {tensor_parallel} shares each of them."
 REPLICAS = "Start several servers behind a router (docs/how-to/serve-a-fleet.md)."
@@ -92,7 +96,8 @@ OPTIONS = {
     "dp_size": REPLICAS,
     "async_scheduling": LEAVE_OUT,
     "distributed_executor_backend": LEAVE_OUT,
-    "disable_custom_all_reduce": LEAVE_OUT,
+    "disable_overlap_schedule": NO_LAG,
+    "disable_custom_all_reduce": NO_ONE_SHOT,
     "enforce_eager": NO_GRAPHS,
     "disable_cuda_graph": NO_GRAPHS,
     "cuda_graph_max_bs": GRAPHS,

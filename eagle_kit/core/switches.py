@@ -39,6 +39,10 @@ OPERATIONS = (
 """Operations with Triton kernels: folders of ``eagle_kit/ops`` that have a ``triton.py``."""
 
 
+BORROWED = {"accept": "sampling", "attention/packed": "attention/ttt"}
+"""Operations whose Triton kernels are, or contain, those of another one."""
+
+
 def of_operation(operation: str) -> str:
     """Name of the switch of one of :data:`OPERATIONS`: ``"triton:norm"``."""
     return f"{TRITON}:{operation}"
@@ -59,7 +63,8 @@ PARTS = {
 def is_disabled(part: str) -> bool:
     """Return whether the environment variable disables ``part``, a key of :data:`PARTS`.
 
-    ``triton`` disables each ``triton:OPERATION``, and ``graphs`` disables ``prompt-graphs``. The
+    ``triton`` disables each ``triton:OPERATION``, and an operation those that have kernels of it
+    (:data:`BORROWED`). ``graphs`` and ``triton:attention/prefill`` disable ``prompt-graphs``. The
     variable is read once per process.
 
     Raises:
@@ -95,6 +100,10 @@ def _with_included(names: Iterable[str]) -> set[str]:
     found = set(names)
     if TRITON in found:
         found.update(map(of_operation, OPERATIONS))
-    if "graphs" in found:
+    for borrower, lender in BORROWED.items():
+        if of_operation(lender) in found:
+            found.add(of_operation(borrower))
+    # Sizes of prompts are read on the host by the reference of their attention, which ends a capture.
+    if found & {"graphs", of_operation("attention/prefill")}:
         found.add("prompt-graphs")
     return found

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from eagle_kit.core.errors import RankLost, in_seconds
+from eagle_kit.core.switches import VARIABLE, is_disabled
+from eagle_kit.distributed.nvlink import links_of, missing_nvlink
 from eagle_kit.ops.cpu.guards import library
 
 FOREVER = timedelta(days=365)
@@ -40,6 +42,8 @@ INLINE_BYTES = 1024
 ONE_SHOT_BYTES = 256 * 1024
 """Largest sum by the one-shot all-reduce, in which every rank reads all of every rank; NCCL takes larger
 ones."""
+ONE_SHOT = "one-shot-all-reduce"
+"""Name of its switch (``core/switches.py``)."""
 ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes that the one-shot all-reduce takes."""
 
@@ -154,10 +158,14 @@ class Ranks:
         return total.view(x.shape)
 
     def _make_buffers(self) -> dict[torch.dtype, torch.Tensor]:
-        """Make the buffers of the one-shot all-reduce on all ranks. None are made if one rank has an older
-        torch, or if GPUs cannot read each other's memory."""
+        """Make the buffers of the one-shot all-reduce on all ranks, or on none, which the first rank logs."""
         from torch.distributed import _symmetric_memory as symmetric
 
+        reason = self.why_no_one_shot()
+        if reason is not None:
+            if self.is_first:
+                logging.getLogger(__name__).warning("NCCL computes sums of any size. %s", reason)
+            return {}
         buffers: dict[torch.dtype, torch.Tensor] = {}
 
         def allocate() -> None:
@@ -169,18 +177,28 @@ class Ranks:
             for buffer in buffers.values():
                 symmetric.rendezvous(buffer, self._data.group_name)
 
-        if not all(self.all(hasattr(torch.ops.symm_mem, "one_shot_all_reduce"))):
-            return {}
         if self._can_all(allocate) and self._can_all(exchange):
             return buffers
         return {}
 
+    def why_no_one_shot(self) -> str | None:
+        """Sentence on why there is no one-shot all-reduce, the same on all ranks, which all call this; None
+        if nothing speaks against it."""
+        is_off = is_disabled(ONE_SHOT)
+        has_operator = hasattr(torch.ops.symm_mem, "one_shot_all_reduce")
+        gathered = self.all((is_off, has_operator, links_of(self.device)))
+        if any(is_off for is_off, _, _ in gathered):
+            return f"{VARIABLE} has {ONE_SHOT}."
+        if not all(has_operator for _, has_operator, _ in gathered):
+            return "The torch of a rank has no one-shot all-reduce."
+        return missing_nvlink([links for _, _, links in gathered])
+
     def _can_all(self, work: Callable[[], None]) -> bool:
-        """Call ``work``; return whether it succeeded on every rank."""
+        """Call ``work``; return whether it succeeded on every rank, which is logged where it did not."""
         try:
             work()
         except RuntimeError as error:
-            logging.getLogger(__name__).info("No one-shot all-reduce: %s", error)
+            logging.getLogger(__name__).warning("No one-shot all-reduce: %s", error)
             return all(self.all(False))
         return all(self.all(True))
 

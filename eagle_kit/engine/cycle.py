@@ -257,7 +257,7 @@ def accept_and_commit(
     # Accept. If all requests are greedy, only the most likely token after each node is needed: with several
     # ranks each sends its best one. On one GPU a kernel of `accept_window` finds them.
     is_greedy = sampling is None and allowed is None and settings.num_logprobs is None
-    if is_greedy and (ranks is not None or not uses_triton(logits)):
+    if is_greedy and (ranks is not None or not uses_triton("accept", logits)):
         best = agree_most_likely(models.target, logits)
         predicted = best.tokens.unflatten(0, (size, -1))  # [B, N]
         accepted = accept_greedy(predicted, window.tree.tokens, window.tree.parents, steps)

@@ -513,7 +513,7 @@ class Runner:
         if not self.graphs.has_fixed_shapes or not isinstance(self.kv, PagedKV):
             return False
         is_possible = reason_against_graphs(self.target.config, draft, self.config) is None
-        return is_possible and uses_triton(self.kv.k)
+        return is_possible and uses_triton("attention/prefill", self.kv.k)
 
     @contextmanager
     def unpadded_prompts(self) -> Iterator[None]:

@@ -113,7 +113,9 @@ class PagedKV(PagedStore):
         if self.prompt_attention is not None:
             rows, plan = self._prefill_plan(segments)
             return _PrefillAttend(self, rows, self.prompt_attention(plan))
-        reads_pool = uses_triton(self.k) or uses_cpp(self.k) or self.k.dtype != self.dtype
+        reads_pool = (
+            uses_triton("attention/prefill", self.k) or uses_cpp(self.k) or self.k.dtype != self.dtype
+        )
         if reads_pool:
             rows, plan = self._prefill_plan(segments)
             return _PrefillAttend(self, rows, own_attention(plan))

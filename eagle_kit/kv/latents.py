@@ -138,7 +138,7 @@ class _PrefillAttend(_LatentAttend):
         self.written, self.cached = store.prompt_rows(segments)
         self.sizes = [segment.stop - segment.start for segment in segments]
         self.packs: list[_Pack] = []
-        if uses_triton(store.rows):
+        if uses_triton("attention/prefill", store.rows):
             self.packs = _make_packs(self.sizes, self.cached)
 
     def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:

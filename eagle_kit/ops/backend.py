@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.switches import is_disabled, of_operation
 from eagle_kit.ops.cpu import cpp
 
 # Triton's long-standing behaviour; 3.9 warns when it is not requested.
@@ -27,17 +28,21 @@ def triton_available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
+def uses_triton(operation: str, tensor: torch.Tensor, backend: Backend | None = None) -> bool:
     """Return whether to run the Triton kernel of an operation over ``tensor``.
 
-    ``backend`` decides, or else the enclosing :func:`use`. Without either, Triton runs for tensors on a GPU.
+    ``backend`` decides, or else the enclosing :func:`use`. Without either, Triton runs for tensors on a GPU,
+    unless the switch of the operation is off (:mod:`eagle_kit.core.switches`).
+
+    Args:
+        operation: folder of the operation in ``eagle_kit/ops``, such as ``"attention/window"``.
 
     Raises:
         UserError: an unknown backend, or Triton was asked for and is not installed.
     """
     backend = backend or _chosen.get()
     if backend is None:
-        return tensor.is_cuda and triton_available()
+        return tensor.is_cuda and triton_available() and not is_disabled(of_operation(operation))
     if backend not in get_args(Backend):
         raise UserError(f"There is no backend {backend!r}.", f"Use one of {', '.join(get_args(Backend))}.")
     if backend == "triton" and not triton_available():

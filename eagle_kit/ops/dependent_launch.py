@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from eagle_kit.core.switches import is_disabled
 from eagle_kit.ops.capability import device_facts
 
 LINE = tl.constexpr(128)
@@ -61,6 +62,11 @@ def prefetch_rows(rows, column, size, LINES: tl.constexpr):
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """Constant ``PDL`` and launch option of a kernel for ``device``: both true on a GPU of 9.0 or later."""
+    """Constant ``PDL`` and launch option of a kernel for ``device``.
+
+    Both are true on a GPU of 9.0 or later, unless ``EAGLE_KIT_DISABLE`` has ``programmatic-launch``.
+    """
     early = device.type == "cuda" and device_facts(device).starts_early
+    if early and is_disabled("programmatic-launch"):
+        early = False
     return {"PDL": early, "launch_pdl": early}

@@ -1,6 +1,8 @@
 """The host's work a step: operations do not grow with the batch, and the benchmark reports what it finds."""
 
 import json
+from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -52,6 +54,48 @@ def test_operations_of_a_step_are_the_same_for_every_batch(shape, params, waitin
         assert max(each.total() for each in operations) <= MOST_OPERATIONS
         assert {each[host.FROM_HOST] for each in operations} == {0, 1}, "page tables, where any of them grew"
     assert max(each.total() for each in many) <= max(each.total() for each in few) + 1
+
+
+class Work(NamedTuple):
+    """What a step asks of torch and of the device beside one replay of a graph."""
+
+    operations: int
+    allocations: int
+    launches: int
+    copies: int
+
+
+USUAL = Work(operations=15, allocations=0, launches=0, copies=3)
+"""A step whose requests need no further page."""
+STEPS = {
+    ("none", 2): {USUAL: 30, Work(22, 1, 1, 4): 2},
+    ("none", 16): {USUAL: 30, Work(22, 1, 1, 4): 2},
+    ("3,1,4", 2): {USUAL: 26, Work(23, 1, 1, 4): 6},
+    ("3,1,4", 16): {USUAL: 16, Work(22, 1, 1, 4): 16},
+    ("3,2,6", 16): {USUAL: 16, Work(22, 1, 1, 4): 16},
+}
+"""Work of 32 steps by shape and batch: the others write the rows of page tables that have grown."""
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("shape", "batch"), STEPS)
+def test_the_work_of_a_decode_step_is_known_exactly(shape, batch, params):
+    """A change of these counts is a change of the host's time: say in the commit why."""
+    assert steps_of(shape, params, batch) == STEPS[shape, batch]
+
+
+def steps_of(shape: str, params: SamplingParams, batch: int) -> Counter[Work]:
+    """Work of each of the steps in which all requests fill two pages or more."""
+    found: Counter[Work] = Counter()
+    with host.serving(host.Load(batch, shape, params=params), Machine.here(0, tiny=True)) as engine:
+        for _ in range(3):
+            engine.step()
+        for _ in range(2 * engine.config.page_size):
+            with phase() as seen, host.Counting() as counting:
+                allocations = host.allocations(engine.step)
+            assert seen.counts["graph_launches"] == 1 and seen.counts["captures"] == 0
+            found[Work(counting.counts.total(), allocations, seen.launches, seen.counts["copies"])] += 1
+    return found
 
 
 def test_the_benchmark_of_the_host_runs(tmp_path, capsys):

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from disabled import disabled
 from sweep import sweep
 from tiny import tiny_head, tiny_target
 
@@ -302,6 +303,8 @@ def test_costs_are_of_engines_that_run_the_same_cycles(monkeypatch):
     others = [key(kv_dtype="fp8_e4m3"), key(graph_mode="cycle"), key(sampled_drafts=True)]
     monkeypatch.setattr(tune.torch, "get_num_threads", lambda: 77)
     others.append(key())
+    with disabled("triton:norm"):
+        others.append(key())
     assert all(other != usual for other in others)
     assert usual == key() | {"threads": usual["threads"]}
 

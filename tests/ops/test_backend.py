@@ -14,16 +14,16 @@ X = torch.ones(2, 3)
 def test_the_chosen_backend_holds_within_and_no_longer(monkeypatch):
     monkeypatch.setattr(backend, "triton_available", lambda: True)
     monkeypatch.setattr(backend.cpp, "available", lambda: True)
-    assert not uses_triton(X)
+    assert not uses_triton("norm", X)
     assert uses_cpp(X)
     with pytest.raises(ZeroDivisionError), use("triton"):
         with use("reference"):
-            assert not uses_triton(X)
-            assert uses_triton(X, "triton"), "an argument comes before what was chosen"
-        assert uses_triton(X)
+            assert not uses_triton("norm", X)
+            assert uses_triton("norm", X, "triton"), "an argument comes before what was chosen"
+        assert uses_triton("norm", X)
         assert not uses_cpp(X)
         raise ZeroDivisionError
-    assert not uses_triton(X)
+    assert not uses_triton("norm", X)
     assert uses_cpp(X)
 
 

@@ -161,7 +161,7 @@ class DraftModel(ABC):
             Target ids int64 ``[T, K]``, and their log-probabilities fp32 ``[T, K]``. With K = 1 the
             log-probabilities are 0: a chain does not need them.
         """
-        if uses_triton(lm_head_input) and topk <= MAX_TOPK:
+        if uses_triton("draft_topk", lm_head_input) and topk <= MAX_TOPK:
             x, weight, token_map = self.lm_head_operands(lm_head_input)
             return draft_topk(x, weight, topk, normalized=topk > 1, token_map=token_map)
         draft_ids, scores = topk_of_logits(self.logits(lm_head_input), topk, normalized=topk > 1)

@@ -25,6 +25,7 @@ from eagle_kit.autotune.shapes import MOST_STEPS, choose_candidates
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import writing_remedy
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.switches import disabled_parts
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.engine.calibrate.cycle_timing import Plan, Point, time_cycles
 from eagle_kit.engine.engine import Engine
@@ -209,9 +210,11 @@ def engine_key(engine: Engine) -> dict[str, Any]:
     is_gpu = device.startswith("cuda")
     ranks = {} if engine.target.ranks is None else {"tensor_parallel": engine.target.ranks.size}
     vectors = {} if is_gpu else {"vectors": torch.backends.cpu.get_cpu_capability()}
+    disabled = {"disabled": sorted(disabled_parts())} if disabled_parts() else {}
     return {
         **ranks,
         **vectors,
+        **disabled,
         "device": torch.cuda.get_device_name(weight.device) if is_gpu else cpu_model(),
         "threads": None if is_gpu else torch.get_num_threads(),
         "cpp": uses_cpp(weight.detach()),

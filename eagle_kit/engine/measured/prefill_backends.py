@@ -15,6 +15,7 @@ import torch
 
 from eagle_kit.config.engine import PrefillBackend
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.switches import VARIABLE, is_disabled
 from eagle_kit.engine.measured.choice import MeasuredChoices
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PagedStore
@@ -140,7 +141,7 @@ def open_backends(name: PrefillBackend, store: PagedStore) -> PrefillBackends:
     all that are installed and can compute at least one of its layers. On a CPU none.
 
     Raises:
-        UserError: a backend was named and is not there, or cannot compute a layer of the store.
+        UserError: a backend was named and is not there, is disabled, or cannot compute a layer of the store.
     """
     device = store.device
     if device.type != "cuda":
@@ -150,8 +151,14 @@ def open_backends(name: PrefillBackend, store: PagedStore) -> PrefillBackends:
                 "Leave the prefill backend at auto, which is torch on a CPU.",
             )
         return PrefillBackends("torch", {})
-    default = "triton" if uses_triton(store.tensors[0], "triton" if name == "triton" else None) else "torch"
+    forced = "triton" if name == "triton" else None
+    default = "triton" if uses_triton("attention/prefill", store.tensors[0], forced) else "torch"
     if name == "triton":
+        if is_disabled("triton:attention/prefill"):
+            raise UserError(
+                f"The prefill backend triton was asked for, and {VARIABLE} disables it.",
+                "Leave one of the two out.",
+            )
         return PrefillBackends(default, {})
     capability = device_facts(device).capability // 10
     if name != "auto":

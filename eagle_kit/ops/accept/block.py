@@ -69,7 +69,7 @@ def accept_block(
         uniforms: ``[B, S]`` in [0, 1), one per draft.
         bonus_uniforms: ``[B]`` in [0, 1), for the token that ends the run.
     """
-    if uses_triton(tokens, backend):
+    if uses_triton("accept", tokens, backend):
         from eagle_kit.ops.accept import triton
 
         accepted = triton.accept_block(

@@ -31,7 +31,7 @@ def accept_most_likely(
 ) -> Accepted:
     """:func:`accept_greedy` with the argmax of ``logits [B, N, V]`` of any float type; the lowest id among
     equals."""
-    if uses_triton(logits, backend):
+    if uses_triton("accept", logits, backend):
         from eagle_kit.ops.accept import triton
 
         accepted = triton.accept_most_likely(

@@ -49,7 +49,7 @@ def outcome(
         seq_lens: int64 ``[B]``, tokens before the window.
     """
     path, tokens, num_accepted = accepted
-    if uses_triton(largest_logits, backend):
+    if uses_triton("accept", largest_logits, backend):
         from eagle_kit.ops.accept import triton
 
         num_emitted, finite, roots, new_lens = triton.outcome(

@@ -55,7 +55,7 @@ def accept_rejection_chain(
         bonus_uniforms: ``[B]`` in [0, 1), for the bonus token.
     """
     steps = q.shape[1]
-    if uses_triton(tokens, backend):
+    if uses_triton("accept", tokens, backend):
         # A tree without branches; the root has no uniform.
         parents = torch.arange(-1, steps, device=tokens.device).clamp(min=0).expand_as(tokens)
         padded = torch.cat((uniforms[:, :1], uniforms), 1)
@@ -109,7 +109,7 @@ def accept_rejection_tree(
         bonus_uniforms: ``[B]`` in [0, 1), for the bonus token.
         steps: S, depth of the window.
     """
-    if uses_triton(tokens, backend):
+    if uses_triton("accept", tokens, backend):
         from eagle_kit.ops.accept import triton
 
         accepted = triton.accept_stochastic(

@@ -58,7 +58,7 @@ def accept_relaxed(
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name} is {value}. Give a number from 0 to 1; 1 is lossless.")
     least_acc = max(threshold_acc, LEAST_THRESHOLD)
-    if uses_triton(tokens, backend):
+    if uses_triton("accept", tokens, backend):
         from eagle_kit.ops.accept import triton
 
         accepted = triton.accept_stochastic(

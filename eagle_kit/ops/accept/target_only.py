@@ -38,7 +38,7 @@ def accept_target_only(
         uniforms: ``[B, S + 1]`` in [0, 1), for the tokens that follow nodes of depth 0..S.
         steps: S, depth of the window.
     """
-    if uses_triton(tokens, backend):
+    if uses_triton("accept", tokens, backend):
         from eagle_kit.ops.accept import triton
 
         accepted = triton.accept_target_only(

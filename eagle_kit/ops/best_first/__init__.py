@@ -41,7 +41,7 @@ def best_first(
     """
     assert tokens.shape[1:] == (shape.steps, shape.topk) and scores.shape[2] in (1, shape.topk)
     implementation: Any = reference
-    if uses_triton(scores, backend):
+    if uses_triton("best_first", scores, backend):
         from eagle_kit.ops.best_first import triton
 
         implementation = triton

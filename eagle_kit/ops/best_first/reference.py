@@ -27,7 +27,7 @@ def best_first(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, 
     zeros = torch.zeros(b, nodes, dtype=torch.int64, device=device)
     window = Tree(tokens=zeros, parents=zeros.clone(), depths=zeros.clone(), ancestors=zeros.clone())
     window.tokens[:, 0] = roots
-    window.ancestors[:, 0] = 1
+    window.ancestors[:, 0].fill_(1)
     for node in range(1, nodes):
         # Take the best of the frontier.
         best = frontier.argmax(1)

@@ -51,7 +51,7 @@ def commit_path(
                 )
         return
     implementation: Any = reference
-    if uses_triton(k, backend):
+    if uses_triton("commit", k, backend):
         from eagle_kit.ops.commit import triton
 
         implementation = triton

@@ -33,7 +33,11 @@ def draft_inputs(
         ``[T, 2 H]``, and the features as they are, ``[T, H]``.
     """
     alike = features.dtype == embedding.dtype and features.is_contiguous()
-    if uses_triton(features, backend) and alike and not is_differentiated(features, embedding, *norms):
+    if (
+        uses_triton("draft_inputs", features, backend)
+        and alike
+        and not is_differentiated(features, embedding, *norms)
+    ):
         from eagle_kit.ops.draft_inputs import triton
 
         rows = None if feature_rows is None else feature_rows.contiguous()

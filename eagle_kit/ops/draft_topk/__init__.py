@@ -39,7 +39,7 @@ def draft_topk(
         int64 and fp32 ``[T, K]``, best first.
     """
     assert 1 <= topk <= min(MAX_TOPK, weight.shape[0]), "topk must be 1 to 16 and at most Vd"
-    if uses_triton(x, backend):
+    if uses_triton("draft_topk", x, backend):
         from eagle_kit.ops.draft_topk import triton
 
         return triton.draft_topk(x.contiguous(), weight.contiguous(), topk, normalized, token_map)

@@ -94,7 +94,7 @@ def experts(
         ``[T, H]`` in the dtype of ``x``.
     """
     if (
-        uses_triton(x, backend)
+        uses_triton("experts", x, backend)
         and not is_differentiated(x, weights, gate_up, down)
         and (backend is not None or not _groups(x, down))
     ):
@@ -120,9 +120,15 @@ def experts(
         if is_recording():
             return torch.ops.eagle_kit_cpu.by_expert(x, ids, weights, gate_up, down)  # type: ignore[no-any-return]
         return reference.by_expert(x, ids, weights, gate_up, down)
-    if x.is_cuda and _fits_groups(x, down):
+    reads_nothing = _groups(x, down)
+    if reads_nothing or (_fits_groups(x, down) and x.is_cuda and not _is_capturing()):
         return reference.grouped(x, ids, weights, gate_up, down, are_all=are_all)
     return reference.dense(x, ids, weights, gate_up, down)
+
+
+def _is_capturing() -> bool:
+    """Return True in the capture of a CUDA graph, where the host must not read the routing."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _fits_groups(x: torch.Tensor, down: torch.Tensor) -> bool:

@@ -29,7 +29,11 @@ def fp8_experts(
     """:func:`~eagle_kit.ops.experts.experts` with ``gate_up [E, 2 I, H]`` and ``down [E, H, I]`` in fp8;
     differentiable in ``x`` and ``weights``."""
     fits = scales_fit(gate_up) and scales_fit(down)
-    if uses_triton(x, backend) and not is_differentiated(x, weights) and (backend is not None or fits):
+    if (
+        uses_triton("experts", x, backend)
+        and not is_differentiated(x, weights)
+        and (backend is not None or fits)
+    ):
         from eagle_kit.ops.experts import triton
 
         return triton.routed_experts(

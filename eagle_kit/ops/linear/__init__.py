@@ -52,7 +52,7 @@ class Linear(nn.Linear):
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """``silu(gate) up`` of a layer whose outputs are gate and up: ``[T, in_features]`` -> ``[T,
         out_features / 2]``, within the matmul where that is Triton's."""
-        if uses_triton(x) and choose(x, self.weight, self.bias) == "triton":
+        if uses_triton("small_linear", x) and choose(x, self.weight, self.bias) == "triton":
             return small_linear_swiglu(x, self.weight, self.bias, backend="triton")
         return swiglu(self(x))
 

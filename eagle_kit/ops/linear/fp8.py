@@ -29,7 +29,7 @@ ALIGNED = 16
 def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x [T, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[T, N]`` in the dtype of ``x``;
     differentiable in ``x`` and ``bias``."""
-    if x.shape[0] and uses_triton(x) and fits_triton(x, weight, bias):
+    if x.shape[0] and uses_triton("small_linear", x) and fits_triton(x, weight, bias):
         return small_linear(x, weight, bias, backend="triton")
     if _multiplies_in_fp8(x, weight, bias):
         return scaled_matmul(x, weight, bias)
@@ -110,7 +110,7 @@ class FP8Linear(nn.Module):
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Linear.swiglu <eagle_kit.ops.linear.Linear.swiglu>`."""
         weight = self.quantized
-        if x.shape[0] and uses_triton(x) and fits_triton(x, weight, self.bias):
+        if x.shape[0] and uses_triton("small_linear", x) and fits_triton(x, weight, self.bias):
             return small_linear_swiglu(x, weight, self.bias, backend="triton")
         return swiglu(self(x))
 

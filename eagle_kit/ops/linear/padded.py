@@ -22,7 +22,7 @@ def fits(x: torch.Tensor) -> bool:
     """Return whether rows ``x [T, K]`` are padded: on a CPU, where the matmul is in half precision."""
     if x.device.type != "cpu" or x.ndim != 2 or x.shape[0] <= ROWS or x.shape[0] % ROWS == 0:
         return False
-    is_half = matmul_dtype(x) != torch.float32 and not uses_triton(x)
+    is_half = matmul_dtype(x) != torch.float32 and not uses_triton("small_linear", x)
     return is_half and not isinstance(x, torch._subclasses.FakeTensor)
 
 

@@ -36,7 +36,7 @@ def choose(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         return "onednn"
     if padded.fits(x):
         return "padded"
-    if x.shape[0] and uses_triton(x) and fits_triton(x, weight, bias):
+    if x.shape[0] and uses_triton("small_linear", x) and fits_triton(x, weight, bias):
         return backend_of(Size.of(x, weight))
     return "torch"
 

@@ -15,7 +15,7 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Backend | None = None
 ) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension of ``x [..., H]``, in fp32 inside."""
-    if uses_triton(x, backend):
+    if uses_triton("norm", x, backend):
         if is_differentiated(x, weight):
             from eagle_kit.ops.norm import triton_backward
 
@@ -38,7 +38,7 @@ def add_rms_norm(
     backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm of ``x + residual`` (both ``[..., H]``, of one dtype), and the sum."""
-    if uses_triton(x, backend):
+    if uses_triton("norm", x, backend):
         if is_differentiated(x, residual, weight):
             from eagle_kit.ops.norm import triton_backward
 

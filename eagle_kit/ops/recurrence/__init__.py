@@ -49,7 +49,7 @@ def recurrent_window(
     Returns:
         ``[B, N, H, V]`` in the dtype of ``v``, and what :func:`commit_recurrent` needs.
     """
-    if inputs.g.ndim == 3 and uses_triton(states, backend):
+    if inputs.g.ndim == 3 and uses_triton("recurrence", states, backend):
         from eagle_kit.ops.recurrence import triton
 
         return triton.recurrent_window(inputs, states, slots, ancestors, delta=delta)
@@ -67,7 +67,7 @@ def commit_recurrent(
 ) -> None:
     """Apply the first ``num_committed [B]`` nodes of ``path [B, m]``, root first, to the states in ``slots``;
     int64. Slots may repeat where nothing is committed."""
-    if written.decay.ndim == 3 and uses_triton(states, backend):
+    if written.decay.ndim == 3 and uses_triton("recurrence", states, backend):
         from eagle_kit.ops.recurrence import triton
 
         return triton.commit_recurrent(states, slots, written, path, num_committed)
@@ -92,7 +92,7 @@ def recurrent_texts(
     Returns:
         ``[T, H, V]`` in the dtype of ``v``.
     """
-    if inputs.g.ndim == 2 and uses_triton(inputs.v, backend) and not is_differentiated(*inputs):
+    if inputs.g.ndim == 2 and uses_triton("recurrence", inputs.v, backend) and not is_differentiated(*inputs):
         from eagle_kit.ops.recurrence import triton
 
         return triton.recurrent_texts(inputs, states, plan, delta=delta)

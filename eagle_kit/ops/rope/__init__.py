@@ -60,7 +60,7 @@ def rope_store(
     needs_gradient = is_differentiated(qkv, q_norm, k_norm)
 
     # Triton, with a gradient: the norms, then the rotation.
-    if uses_triton(qkv, backend) and needs_gradient and not stores:
+    if uses_triton("rope", qkv, backend) and needs_gradient and not stores:
         from eagle_kit.ops.rope import triton_backward
 
         if q_norm is not None and k_norm is not None:
@@ -72,7 +72,7 @@ def rope_store(
         return triton_backward.rotate_heads(qkv, rotation.table, num_heads, interleaved)
 
     # Triton, in one launch.
-    if uses_triton(qkv, backend) and not needs_gradient:
+    if uses_triton("rope", qkv, backend) and not needs_gradient:
         from eagle_kit.ops.rope import triton
 
         return triton.rope_store(

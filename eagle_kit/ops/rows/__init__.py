@@ -18,7 +18,7 @@ def gather_rows(
 ) -> list[torch.Tensor]:
     """Copy ``rows`` int64 ``[B]`` of each of the contiguous tables ``[M, ...]`` -> ``[B, ...]``
     each."""
-    if uses_triton(rows, backend):
+    if uses_triton("rows", rows, backend):
         from eagle_kit.ops.rows import triton
 
         gathered: list[torch.Tensor] = triton.gather_rows(list(tables), rows.contiguous())
@@ -38,7 +38,7 @@ def write_rows(
 ) -> None:
     """Overwrite ``rows`` int64 ``[B]`` of each table by ``values [B, ...]`` of its dtype. A row may repeat
     only where its content does not matter."""
-    if uses_triton(rows, backend):
+    if uses_triton("rows", rows, backend):
         from eagle_kit.ops.rows import triton
 
         triton.write_rows(list(tables), rows.contiguous(), [value.contiguous() for value in values])

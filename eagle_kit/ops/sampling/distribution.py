@@ -188,7 +188,7 @@ def target_distribution(
     """Distribution of :func:`target_probs` in the form that ``sample`` and the verifiers read fastest:
     probabilities for the reference, a ``FilteredLogits`` for Triton, which accepts ``logits`` of any float
     type."""
-    if not uses_triton(logits, backend):
+    if not uses_triton("sampling", logits, backend):
         return target_probs(logits.float(), batch, backend="reference")
     from eagle_kit.ops.sampling import triton
 
@@ -228,7 +228,7 @@ def target_probs(
     Args:
         logits: fp32 ``[B, N, V]``.
     """
-    if uses_triton(logits, backend):
+    if uses_triton("sampling", logits, backend):
         return probabilities(target_distribution(logits, batch, backend=backend))
     # Distance of every token from the best one in units of the temperature, 0..inf.
     greedy = (batch.temperature == 0)[:, None, None]

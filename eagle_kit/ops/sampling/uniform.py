@@ -44,7 +44,7 @@ def position_uniforms(
         positions: int64 ``[B, n]``, positions of the tokens to sample.
         stream: purpose of the numbers; different streams are independent.
     """
-    if uses_triton(seeds, backend):
+    if uses_triton("sampling", seeds, backend):
         from eagle_kit.ops.sampling import triton
 
         return triton.uniforms(seeds.contiguous(), positions, positions.shape[1], stream, False)
@@ -67,7 +67,7 @@ def window_uniforms(
         count: numbers per request.
         stream: purpose of the numbers; different streams are independent.
     """
-    if uses_triton(seeds, backend):
+    if uses_triton("sampling", seeds, backend):
         from eagle_kit.ops.sampling import triton
 
         return triton.uniforms(seeds.contiguous(), root_positions[:, None], count, stream, True)
@@ -96,7 +96,7 @@ def sample(
     Returns:
         int64 ``[...]``, 0..V - 1 also for a row that is no distribution (all zeros, NaN).
     """
-    if uses_triton(uniforms, backend):
+    if uses_triton("sampling", uniforms, backend):
         from eagle_kit.ops.sampling import triton
 
         return triton.sample(uniforms.contiguous(), distribution_parts(probs))
@@ -123,7 +123,7 @@ def sample_distinct(
     Returns:
         int64 ``[B, K]``, in the order of sampling, which must be their order in the window.
     """
-    if uses_triton(probs, backend):
+    if uses_triton("sampling", probs, backend):
         from eagle_kit.ops.sampling import triton
 
         return triton.sample_distinct(probs.contiguous(), uniforms.contiguous())

@@ -61,7 +61,7 @@ def small_linear(
     Args:
         backend: None selects Triton on a GPU where :func:`fits_triton`; ``"triton"`` requires it.
     """
-    if uses_triton(x, backend) and (backend is not None or fits_triton(x, weight, bias)):
+    if uses_triton("small_linear", x, backend) and (backend is not None or fits_triton(x, weight, bias)):
         from eagle_kit.ops.small_linear import triton
 
         return triton.small_linear(x.contiguous(), *_operands(weight, bias))
@@ -77,7 +77,7 @@ def small_linear_swiglu(
 ) -> torch.Tensor:
     """``silu(gate) up [M, I]`` of :func:`small_linear` with a ``weight [2 I, K]`` of gate above up, without
     writing these."""
-    if uses_triton(x, backend) and (backend is not None or fits_triton(x, weight, bias)):
+    if uses_triton("small_linear", x, backend) and (backend is not None or fits_triton(x, weight, bias)):
         from eagle_kit.ops.small_linear import triton
 
         return triton.small_linear_swiglu(x.contiguous(), *_operands(weight, bias))

@@ -62,7 +62,12 @@ def linear_soft_cross_entropy(
     """
     weights = (weight,) if isinstance(weight, torch.Tensor) else weight
     given = weight_grad if isinstance(weight_grad, tuple) else (weight_grad,) * len(weights)
-    if row_loss is None and teacher.factors is None and len(weights) == 1 and uses_triton(h, backend):
+    if (
+        row_loss is None
+        and teacher.factors is None
+        and len(weights) == 1
+        and uses_triton("soft_cross_entropy", h, backend)
+    ):
         from eagle_kit.ops.soft_cross_entropy import triton
 
         dtype = matmul_dtype(h)

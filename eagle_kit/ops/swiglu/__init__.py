@@ -13,7 +13,7 @@ from eagle_kit.ops.swiglu import reference
 
 def swiglu(gate_up: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
     """``gate_up [..., 2 I]``, the gate first -> ``[..., I]`` of the same dtype, in fp32 inside."""
-    if uses_triton(gate_up, backend):
+    if uses_triton("swiglu", gate_up, backend):
         from eagle_kit.ops.swiglu import triton
 
         return triton.swiglu(gate_up.contiguous())

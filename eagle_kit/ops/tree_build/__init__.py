@@ -93,7 +93,7 @@ def chain_build(roots: torch.Tensor, tokens: torch.Tensor, *, backend: Backend |
 
 def _implementation(tensor: torch.Tensor, backend: Backend | None) -> Any:
     """Module that implements the operations for ``tensor``."""
-    if uses_triton(tensor, backend):
+    if uses_triton("tree_build", tensor, backend):
         from eagle_kit.ops.tree_build import triton
 
         return triton

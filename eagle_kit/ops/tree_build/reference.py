@@ -95,7 +95,7 @@ def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> 
     candidates = Candidates(tokens.new_empty(size), scores.new_empty(size), tokens.new_empty(size))
     candidates.tokens[:, :topk] = tokens
     candidates.scores[:, :topk] = scores
-    candidates.parents[:, :topk] = -1
+    candidates.parents[:, :topk].fill_(-1)
 
     # All of depth 1 are the first beam. Node k is key k of the scratch, and attends to itself.
     ids = torch.arange(topk, device=device).expand(b, topk)

@@ -42,7 +42,7 @@ def mla_window_attention(
     Returns:
         ``[B, N, H, L]`` in the dtype of ``q``.
     """
-    if uses_triton(q, backend):
+    if uses_triton("attention/mla", q, backend):
         from eagle_kit.ops.attention.mla import triton
 
         return triton.attend(q, rows, plan, scale, kv_scale, latent_dim)

@@ -30,7 +30,7 @@ def packed_attention(
     the first token of each token's document, is made of ``spans`` where it is not given."""
     variant = as_variant(variant)
     if (
-        uses_triton(q, backend)
+        uses_triton("attention/packed", q, backend)
         and q.shape[-1] <= MAX_HEAD_SIZE
         and (variant.is_softmax or not is_differentiated(q, k, v))
     ):

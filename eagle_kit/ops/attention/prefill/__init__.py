@@ -50,7 +50,7 @@ def paged_prefill_attention(
         ``[T, Hq, D]`` in the dtype of ``q``.
     """
     variant = as_variant(variant)
-    if uses_triton(q, backend) and not is_differentiated(q, k_rows, v_rows):
+    if uses_triton("attention/prefill", q, backend) and not is_differentiated(q, k_rows, v_rows):
         from eagle_kit.ops.attention.prefill import triton
 
         return triton.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)

@@ -33,7 +33,7 @@ def ttt_attention(
         backend: as for other operations, or ``"cpu"``: flash attention in fp32 for inputs of any dtype, the
             default on a CPU.
     """
-    if backend != "cpu" and uses_triton(q, backend):
+    if backend != "cpu" and uses_triton("attention/ttt", q, backend):
         from eagle_kit.ops.attention.ttt import triton
 
         return triton.ttt_attention(q, k, v, own_k, own_v, *plan.spans, scale)

@@ -43,7 +43,7 @@ def window_attention(
         ``[B, N, Hq, D]`` in the dtype of ``q``.
     """
     variant = as_variant(variant)
-    if uses_triton(q, backend) and not is_differentiated(q, k_rows, v_rows):
+    if uses_triton("attention/window", q, backend) and not is_differentiated(q, k_rows, v_rows):
         from eagle_kit.ops.attention.window import triton
 
         return triton.window_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
