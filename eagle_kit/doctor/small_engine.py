@@ -260,7 +260,7 @@ def check_memory_of_models(given: Mapping[str, Any]) -> CheckOutcome:
     llm = LLM(given["target"], given.get("draft"))
     llm.engine()
     assert llm.memory_plan is not None
-    llm.warm_up(llm.memory_plan.extent)
+    llm.warm_up()
     return _compare_with_plan(llm, before)
 
 

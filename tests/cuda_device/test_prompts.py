@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from benchmarks.engine.host import _Counting
+from benchmarks.engine.host import Counting
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.padded_prompts import prompt_shapes
@@ -52,7 +52,7 @@ def counted(llm: LLM, length: int, **params) -> Counts:
     with torch.inference_mode():
         engine.runner.set_pages([request])
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        with _Counting() as counting, phase() as found:
+        with Counting() as counting, phase() as found:
             engine._prefill(chunks)
         after = torch.cuda.memory_stats()["allocation.all.allocated"]
         assert found.counts["device_allocations"] == found.counts["synchronisations"] == 0

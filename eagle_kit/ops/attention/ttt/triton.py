@@ -619,7 +619,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    grads = ttt_attention_backward(dout.contiguous(), *ctx.saved_tensors, ctx.scale)
+    q, k, v, own_k, own_v, starts, stops, out, lse = ctx.saved_tensors
+    grads = ttt_attention_backward(
+        dout.contiguous(), q, k, v, own_k, own_v, starts, stops, out, lse, ctx.scale
+    )
     return *grads, None, None, None, None, None
 
 
@@ -645,5 +648,16 @@ def ttt_attention(
     """
     kind = q.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
-    tensors = (x.to(dtype).contiguous() for x in (q, k, v, own_k, own_v))
-    return ttt_attention_op(*tensors, starts, stops, scale, soft_cap, sinks)[0].to(q.dtype)
+    out, _ = ttt_attention_op(
+        q.to(dtype).contiguous(),
+        k.to(dtype).contiguous(),
+        v.to(dtype).contiguous(),
+        own_k.to(dtype).contiguous(),
+        own_v.to(dtype).contiguous(),
+        starts,
+        stops,
+        scale,
+        soft_cap,
+        sinks,
+    )
+    return out.to(q.dtype)
