@@ -29,7 +29,7 @@ def links_of(device: torch.device) -> GPULinks | None:
     """NVLinks of a CUDA device, as NVML counts them; None if torch or the driver cannot tell."""
     try:
         from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _detect_dma_connectivity
+        from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 
         matrix = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
         uuids = [

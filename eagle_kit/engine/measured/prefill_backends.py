@@ -29,7 +29,7 @@ from eagle_kit.ops.attention.prefill.libraries import (
 )
 from eagle_kit.ops.attention.prefill.libraries.flashinfer import PLAN_BYTES, WORKSPACE_BYTES
 from eagle_kit.ops.attention.variant import AttentionVariant
-from eagle_kit.ops.backend import uses_triton
+from eagle_kit.ops.backend import Backend, uses_triton
 from eagle_kit.ops.capability import device_facts
 from eagle_kit.ops.timing import Timer
 
@@ -151,7 +151,7 @@ def open_backends(name: PrefillBackend, store: PagedStore) -> PrefillBackends:
                 "Leave the prefill backend at auto, which is torch on a CPU.",
             )
         return PrefillBackends("torch", {})
-    forced = "triton" if name == "triton" else None
+    forced: Backend | None = "triton" if name == "triton" else None
     default = "triton" if uses_triton("attention/prefill", store.tensors[0], forced) else "torch"
     if name == "triton":
         if is_disabled("triton:attention/prefill"):
