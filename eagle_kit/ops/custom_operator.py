@@ -7,19 +7,18 @@ the operator changes an argument. Launches of Triton kernels in prompts are boun
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _VALUES = (int, float, bool, str, type(None), torch.dtype)
 
 
-class CustomOperator(Generic[Parameters, Result]):
+class CustomOperator(Generic[Result]):
     """A function that is a custom operator of torch too; made by :func:`custom_operator`.
 
     A call goes through the operator where torch's dispatcher may have to see or replace it:
@@ -34,9 +33,7 @@ class CustomOperator(Generic[Parameters, Result]):
         overload: the operator in torch's dispatcher.
     """
 
-    def __init__(
-        self, name: str, function: Callable[Parameters, Result], mutates_args: Sequence[str]
-    ) -> None:
+    def __init__(self, name: str, function: Callable[..., Result], mutates_args: Sequence[str]) -> None:
         self._definition = torch.library.custom_op(name, function, mutates_args=mutates_args)
         namespace, _, base = name.partition("::")
         self.overload: Any = getattr(getattr(torch.ops, namespace), base).default
@@ -45,7 +42,7 @@ class CustomOperator(Generic[Parameters, Result]):
         self._mutated = tuple(parameters.index(each) for each in mutates_args)
         update_wrapper(self, function)
 
-    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         """Call the function, or the operator. Arguments are positional; with a keyword it is the operator."""
         if torch.compiler.is_compiling() or kwargs or not _is_plain_call(args):
             result: Result = self.overload(*args, **kwargs)
@@ -54,7 +51,7 @@ class CustomOperator(Generic[Parameters, Result]):
 
         # Autograd finds changes of tensors that it has saved by their version, as the operator sets it.
         for index in self._mutated:
-            changed: Any = args[index]
+            changed = args[index]
             if changed is not None:
                 torch.autograd.graph.increment_version(changed)
         return result
@@ -71,7 +68,7 @@ class CustomOperator(Generic[Parameters, Result]):
 
 def custom_operator(
     name: str, *, mutates_args: Sequence[str] = ()
-) -> Callable[[Callable[Parameters, Result]], CustomOperator[Parameters, Result]]:
+) -> Callable[[Callable[..., Result]], CustomOperator[Result]]:
     """Decorator: make a custom operator of a function of plain tensors, numbers and lists of tensors.
 
     Args:
