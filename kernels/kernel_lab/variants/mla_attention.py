@@ -36,6 +36,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         # Runs merged by the last program of the launch; keys of the window in pages.
         ("bf16", "bf16", 2, 16, True, "merged"),
         ("bf16", "bf16", 2, 32, True, "merged"),
+        ("bf16", "bf16", 2, 128, True, "merged"),
         ("bf16", "bf16", 2, 128, True, "in pages"),
         # fp16, and an fp8 store.
         ("fp16", "fp16", 2, 128, True),

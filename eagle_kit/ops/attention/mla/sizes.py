@@ -40,9 +40,9 @@ def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks
     latency needs. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
     at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys
     pass through registers, and earlier GPUs have no instruction that swapped operands would fill: both take
-    the plain one and 32 keys, in as many stages as fit. On B200, Triton keeps weights and operands of a
-    tile in shared memory beside the buffers: 64 keys need 330 to 394 KB of it, 32 keys 56 to 76. fp32,
-    which no MLA model is served in, spills at their sizes.
+    the plain one and 32 keys, in as many stages as fit. On B200, Triton 3.6 and 3.7 keep weights and
+    operands of a tile in shared memory beside the buffers: 64 keys need 330 to 394 KB of it, 32 keys 56 to
+    76. fp32, which no MLA model is served in, spills at their sizes.
     """
     if itemsize == 4:
         return MLABlocks(16, 16, False, 4, 1)

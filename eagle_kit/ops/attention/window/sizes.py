@@ -15,8 +15,8 @@ class WindowBlocks(NamedTuple):
     """Query rows (m) and keys (n) of a program, warps, pipeline stages, number of programs that fit on a
     multiprocessor, and a bound on the registers of a thread.
 
-    Without a bound the assembler may spill a few bytes, so that one program more could fit. With a high
-    one it uses more registers, and fewer programs fit."""
+    Without a bound the assembler may spill a few bytes, so that one program more could fit; with a high one
+    it uses more registers, and fewer programs fit."""
 
     m: int
     n: int
