@@ -16,6 +16,7 @@ from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.engine.cycle import (
     CycleSettings,
     accept_and_commit,
+    commit_states,
     draft_extend,
     propose,
     run_target,
@@ -55,6 +56,7 @@ def cycle_launches(config: TargetConfig, draft_vocab_size: int, shape: SpecShape
             output = run_target(models, state, window.tree, settings)
         with counter.phase("accept"):
             verified = accept_and_commit(models, state, window, output, settings)
+            commit_states(output, verified)
         with counter.phase("extend"):
             next_state = draft_extend(models.drafter, state, verified, settings)
         with counter.phase("scatter"):

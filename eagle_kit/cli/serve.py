@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from eagle_kit.cli import sglang_flags
 from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS
-from eagle_kit.config.engine import EngineConfig, NgramConfig
+from eagle_kit.config.engine import SERVER_UTILIZATION, EngineConfig, NgramConfig
 from eagle_kit.config.loading.flags import Flag, add_flags, add_options, options_of
 from eagle_kit.config.options import Options
 from eagle_kit.config.other_engines import remedies_with
@@ -61,6 +61,7 @@ DRAFT_FLAGS = {
 }
 NGRAM_FLAGS = {name: f"--speculative-ngram-{name.replace('_', '-')}" for name in NgramConfig.model_fields}
 ENGINE_FLAGS = {
+    "gpu_memory_utilization": "--gpu-memory-utilization",
     "max_batch_size": "--max-running-requests",
     "page_size": "--page-size",
     "prefix_cache": "--no-prefix-cache",
@@ -177,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.data.chat.response.choice import check_names
     from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.engine.llm import LLM
+    from eagle_kit.engine.options import choose_device
     from eagle_kit.engine.tensor_parallel.ranks import launched_rank
     from eagle_kit.server.api.app import check_packages, create_app
     from eagle_kit.server.api.hosts import is_loopback
@@ -190,6 +192,10 @@ def run(args: argparse.Namespace) -> int:
 
     if server_config.profile_dir is not None:
         check_writable(expand(server_config.profile_dir), "Give another --profile-dir.")
+
+    # A server takes the GPU.
+    if choose_device(config.device.partition(",")[0]).startswith("cuda"):
+        config = of_whole_gpu(config)
 
     # Take the address before anything is loaded; other ranks have none.
     is_first = config.tensor_parallel == 1 or not launched_rank()
@@ -314,12 +320,18 @@ def plan(args: argparse.Namespace, flags: ServeFlags) -> int:
     print_plan(
         target,
         draft,
-        config,
+        of_whole_gpu(config),
         flags.gpu or PLANNED_GPU,
         expert_parallel=expert_parallel,
         data_parallel_attention=data_parallel_attention,
     )
     return 0
+
+
+def of_whole_gpu(config: EngineConfig) -> EngineConfig:
+    """Options of a server on a GPU: it takes the default share of the memory, unless another is given."""
+    share = config.gpu_memory_utilization
+    return config.replace(gpu_memory_utilization=SERVER_UTILIZATION if share is None else share)
 
 
 def print_rank_lost(error: RankLost) -> None:
@@ -415,7 +427,7 @@ def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmU
     say(f"seed       {config.seed}, of requests that bring none")
     say(f"target     {model.target}, {model.origin}")
     weights = llm.target.weight_format
-    say(f"engine     {weights}, context {config.max_context}, batch {config.max_batch_size}")
+    say(f"engine     {weights}, {context_of(llm)}, batch {config.max_batch_size}")
     say(f"draft      {model.draft or flags.speculative_algorithm or 'none'}, {shapes}")
     say(f"prefill    {llm.engine().runner.prefill_backends}")
     say(f"chat       {describe_template(llm)}")
@@ -439,6 +451,15 @@ def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmU
         say(f"prefill    {line}")
     for line in engine.reasons():
         say(f"shape      {line}")
+
+
+def context_of(llm: "LLM") -> str:
+    """The context in words, and why it is shorter than the target's where nobody has asked for that."""
+    context = llm.config.max_context
+    of_target = llm.target.config.max_position_embeddings
+    if context == of_target or not llm.has_context_of_pool:
+        return f"context {context}"
+    return f"context {context} of the target's {of_target}, which is what the pool holds for one request"
 
 
 def describe_template(llm: "LLM") -> str:

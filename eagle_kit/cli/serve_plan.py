@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from eagle_kit.engine.memory.engine_memory import MemoryPlan
     from eagle_kit.engine.memory.rank_memory import Planner, RankPlan
 
+T = TypeVar("T")
 SIZES = (1, 2, 4, 8, 16)
 """Ranks that are compared where no number is given."""
 NAME_WIDTH = 30
@@ -63,7 +64,10 @@ def print_plan(
         draft_name = draft or options.algorithm
     print(f"target  {target}, {first.target.weight_format}; sizes from {target_architecture(target)[1]}")
     print(f"draft   {draft_name}, shape {config.shape}")
-    print(f"engine  context {config.max_context}, batch {config.max_batch_size}; ranks as columns,")
+    sizes_of_plan = f"context {config.max_context:,}, batch {config.max_batch_size}"
+    if options.gpu_memory_utilization is not None:
+        sizes_of_plan += f" at most, {options.gpu_memory_utilization:.0%} of each GPU"
+    print(f"engine  {sizes_of_plan}; ranks as columns,")
     print("        e: experts by number (--enable-expert-parallel)")
     if data_parallel_attention:
         print("        latents of a request on one of several ranks (--enable-dp-attention)")
@@ -150,15 +154,18 @@ def _memory(plans: "Mapping[str, RankPlan]", gpu: str) -> Iterator[str]:
         head_room.append("no fit" if memory is None else _gb(plan.free(kind) - _used(memory)))
     yield _row("  head room", head_room)
 
-    # Tokens.
+    # Sizes of the engine, and tokens.
+    configs = [plan.sizes_on(kind) for plan in plans.values()]
+    yield _row("requests of a batch", _cells(configs, lambda config: f"{config.max_batch_size:,}"))
+    yield _row("context", _cells(configs, lambda config: f"{config.max_context:,}"))
     yield _row("tokens of the pool", _cells(memories, lambda memory: f"{memory.kv_tokens:,}"))
     yield _row("kB of a token", _cells(memories, lambda memory: f"{memory.bytes_per_token / 1e3:.1f}"))
 
 
-def _cells(memories: "Sequence[MemoryPlan | None]", text_of: "Callable[[MemoryPlan], str]") -> Iterator[str]:
+def _cells(plans: "Sequence[T | None]", text_of: "Callable[[T], str]") -> Iterator[str]:
     """A text of each plan; a dash where the engine does not fit."""
-    for memory in memories:
-        yield "-" if memory is None else text_of(memory)
+    for plan in plans:
+        yield "-" if plan is None else text_of(plan)
 
 
 def _used(memory: "MemoryPlan") -> int:

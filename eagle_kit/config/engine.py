@@ -6,7 +6,7 @@ and ``LLM`` takes the fields as keywords.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,6 +20,12 @@ from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable
 GraphMode = Literal["cycle", "off"]
 PrefillBackend = Literal["auto", "triton", "flash-attn", "flashinfer"]
 DEFAULT_MAX_CONTEXT = 8192
+DEFAULT_BATCH_SIZE = 8
+SERVER_BATCH_SIZE = 256
+"""Most requests of a batch where an engine takes a whole GPU; as in vLLM."""
+SERVER_UTILIZATION = 0.9
+"""Share of a GPU's memory that a server takes. The rest is for what no plan counts: fragments of torch's
+allocator, modules of kernels, buffers of NCCL."""
 SNAPSHOTS_PER_REQUEST = 4
 SMALL_BATCH_SIZES = (1, 2, 4, 8, 16)
 """Sizes that small batches are padded to on a GPU."""
@@ -44,6 +50,11 @@ def _shape_table(given: Any) -> ShapeTable | None:
     if given is None or given == "auto":
         return None
     return ShapeTable.parse(given)
+
+
+def _sizes_up_to(max_batch_size: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    """``max_batch_size`` behind those of ``sizes`` that are smaller, ascending."""
+    return (*sorted({size for size in sizes if size < max_batch_size}), max_batch_size)
 
 
 class NgramConfig(Options):
@@ -121,12 +132,20 @@ class EngineConfig(Options):
     chat_template: Path | None = None
     """File with the Jinja source of a chat template, in place of the target's."""
 
-    max_batch_size: int = Field(default=8, ge=1)
-    """Most requests decoded together."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of a GPU's memory that the process may take in all, its weights included; of what other programs
+    leave free it takes no larger share. The batch, the context and the key-value pool then have defaults by
+    that memory. Default 0.9 in a server on a GPU; elsewhere the pool takes what the batch needs.
+    """
+
+    max_batch_size: int | None = Field(default=None, ge=1)
+    """Most requests decoded together; default 8, and with gpu_memory_utilization 256, or fewer where the pool
+    holds less than 1024 tokens for each.
+    """
 
     max_context: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and response, at most the target's context, which a larger number stands for;
-    default that context, at most 8192.
+    default that context, at most 8192, and with gpu_memory_utilization at most what the pool holds.
     """
 
     page_size: int = Field(default=16, ge=1)
@@ -156,7 +175,9 @@ class EngineConfig(Options):
     """
 
     kv_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the key-value pool holds; default what the batch needs, or what fits."""
+    """Tokens that the key-value pool holds; default what the batch needs, or what fits, and with
+    gpu_memory_utilization all that fits.
+    """
 
     kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
     """Size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of tokens."""
@@ -284,32 +305,38 @@ class EngineConfig(Options):
             max_positions: longest context of the target.
             can_record: whether cycles can be recorded on a CPU.
         """
+        # Defaults of a server that takes a whole GPU, and of all other engines.
+        if on_gpu and self.gpu_memory_utilization is not None:
+            max_batch_size = self.max_batch_size or SERVER_BATCH_SIZE
+            max_context = self.max_context or max_positions
+        else:
+            max_batch_size = self.max_batch_size or DEFAULT_BATCH_SIZE
+            max_context = self.max_context or DEFAULT_MAX_CONTEXT
+
         # Defaults of the device.
         if on_gpu:
             prefill_tokens = self.prefill_tokens or 8192
             decode_prefill_tokens = self.decode_prefill_tokens or 1024
             mixed_prefill_tokens = self.mixed_prefill_tokens or 1024
-            larger_sizes = range(
-                SMALL_BATCH_SIZES[-1] + BATCH_SIZE_STEP, self.max_batch_size, BATCH_SIZE_STEP
-            )
+            larger_sizes = range(SMALL_BATCH_SIZES[-1] + BATCH_SIZE_STEP, max_batch_size, BATCH_SIZE_STEP)
             default_sizes: tuple[int, ...] = (*SMALL_BATCH_SIZES, *larger_sizes)
         else:
             prefill_tokens = self.prefill_tokens or 512
             decode_prefill_tokens = self.decode_prefill_tokens or prefill_tokens
             mixed_prefill_tokens = self.mixed_prefill_tokens or 12
-            default_sizes = tuple(range(1, self.max_batch_size + 1))
+            default_sizes = tuple(range(1, max_batch_size + 1))
         default_graph_mode = "cycle" if on_gpu or can_record else "off"
 
         # The largest batch is the last of the sizes.
         sizes = default_sizes if self.batch_sizes is None else self.batch_sizes
-        smaller = {size for size in sizes if size < self.max_batch_size}
         resolved = {
-            "max_context": min(self.max_context or DEFAULT_MAX_CONTEXT, max_positions),
+            "max_batch_size": max_batch_size,
+            "max_context": min(max_context, max_positions),
             "prefill_tokens": prefill_tokens,
             "decode_prefill_tokens": min(prefill_tokens, decode_prefill_tokens),
             "mixed_prefill_tokens": min(prefill_tokens, mixed_prefill_tokens),
             "lag": int(on_gpu) if self.lag is None else self.lag,
-            "batch_sizes": tuple(sorted(smaller | {self.max_batch_size})),
+            "batch_sizes": _sizes_up_to(max_batch_size, sizes),
             "graph_mode": self.graph_mode or default_graph_mode,
             "shape": self.shape or ShapeTable.parse(NO_SPECULATION),
         }
@@ -324,6 +351,7 @@ class ResolvedConfig(EngineConfig):
     engine runs a policy instead (``autotune/policy.py``).
     """
 
+    max_batch_size: int
     max_context: int
     prefill_tokens: int
     decode_prefill_tokens: int
@@ -331,6 +359,11 @@ class ResolvedConfig(EngineConfig):
     lag: int
     batch_sizes: tuple[int, ...]
     graph_mode: GraphMode
+
+    def with_batch_size(self, max_batch_size: int) -> "ResolvedConfig":
+        """These options with at most ``max_batch_size`` requests in a batch, and batch sizes up to it."""
+        sizes = _sizes_up_to(max_batch_size, self.batch_sizes)
+        return self.replace(max_batch_size=max_batch_size, batch_sizes=sizes)
 
     def num_lookahead_tokens(self, steps: int) -> int:
         """Tokens beyond its known ones that a request may need pages for: those of the cycles in flight and

@@ -9,7 +9,7 @@ DRAFT = "Give {draft}."
 SHAPE = "Give {shape}, steps,topk,tokens: 4,1,5 drafts a chain of 4, and 5,4,16 a tree."
 MAX_CONTEXT = "Give {max_context}."
 POOL = "Give {kv_memory}, the size of the key-value pool, such as 4G."
-FRACTION = "Leave it out, or give {kv_memory}, the size of the key-value pool, such as 4G."
+FRACTION = "Give {gpu_memory_utilization}, the share of the GPU's memory that the process may take in all."
 BATCH = "Give {max_batch_size}."
 RANKS = "Give {tensor_parallel}."
 PROMPT_PARTS = "Give {prefill_tokens}."
@@ -66,7 +66,6 @@ OPTIONS = {
     # Batches and memory.
     "max_model_len": MAX_CONTEXT,
     "context_length": MAX_CONTEXT,
-    "gpu_memory_utilization": FRACTION,
     "mem_fraction_static": FRACTION,
     "kv_cache_memory_bytes": POOL,
     "num_gpu_blocks_override": POOL,
@@ -136,6 +135,7 @@ PYTHON_NAMES = {
     "no_prefix_cache": "prefix_cache=False",
     "no_graphs": 'graph_mode="off"',
     "algorithm": "algorithm",
+    "gpu_memory_utilization": "gpu_memory_utilization",
     "kv_dtype": "kv_dtype",
     "kv_memory": "kv_memory",
     "max_batch_size": "max_batch_size",

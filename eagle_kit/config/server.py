@@ -44,7 +44,7 @@ class ServerConfig(Options):
     see a key that is given here, and not one of the environment.
     """
 
-    max_queued: int = Field(default=256, ge=0)
+    max_queued: int = Field(default=4096, ge=0)
     """Requests that may wait besides those that run; more get 503."""
 
     max_parallel_per_client: int | None = Field(default=None, ge=1)

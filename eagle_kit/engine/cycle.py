@@ -5,7 +5,10 @@
 * :func:`propose`: the drafter makes the window to verify (``drafts/base``);
 * :func:`run_target`: the target runs over all nodes of the window;
 * :func:`accept_and_commit`: the verifier accepts a path, and its keys go from the scratch to the pool;
-* :func:`draft_extend`: the draft runs over the emitted tokens, and makes the next draft state.
+* :func:`draft_extend`: the draft runs over the emitted tokens, and makes the next draft state;
+* :func:`commit_states`: the accepted path changes the states of recurrent layers.
+
+What comes before :func:`commit_states` may run again over the same state, as when the GPU lacks memory in it.
 
 :func:`cycle` maps device tensors of fixed shapes to device tensors. It writes the key-value stores and the
 recurrent states and nothing else, and no tensor is read on the host (on a CPU only lengths are, through
@@ -196,7 +199,8 @@ def finish_cycle(
         allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
     """
     # Verify, accept and commit.
-    verified = verify_and_commit(models, state, window, settings, sampling, allowed)
+    output = run_target(models, state, window.tree, settings)
+    verified = accept_and_commit(models, state, window, output, settings, sampling, allowed)
     emitted = verified.emitted
 
     # A cycle without a draft may leave its tokens to the draft for later.
@@ -211,6 +215,7 @@ def finish_cycle(
     next_state = draft_extend(drafter, state, verified, settings)
     if settings.needs_confidence and drafter is not None and next_state.draft is not None:
         emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
+    commit_states(output, verified)
     return CycleOutput(next_state, emitted, verified.counts, pending)
 
 
@@ -227,9 +232,11 @@ def verify_and_commit(
     sampling: SamplingBatch | None = None,
     allowed: torch.Tensor | None = None,
 ) -> Verified:
-    """Run the target over the window, accept a path, and commit it to the pool."""
+    """Run the target over the window, accept a path, and commit it."""
     output = run_target(models, state, window.tree, settings)
-    return accept_and_commit(models, state, window, output, settings, sampling, allowed)
+    verified = accept_and_commit(models, state, window, output, settings, sampling, allowed)
+    commit_states(output, verified)
+    return verified
 
 
 def run_target(models: CycleModels, state: CycleState, tree: Tree, settings: CycleSettings) -> WindowOutput:
@@ -248,7 +255,8 @@ def accept_and_commit(
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Accept a path of a window that the target has run over, and commit it to the pool."""
-    out, attend, logits = output
+    out = output.out
+    logits = output.logits
     steps = settings.shape.steps
     seq_lens = state.seq_lens
     ranks = models.target.ranks
@@ -270,16 +278,14 @@ def accept_and_commit(
     after = outcome(largest_logits, accepted, state.active, seq_lens)
     num_emitted = after.num_emitted
 
-    # Commit keys, values and recurrent states of the root and of the accepted drafts. They are as many nodes
-    # as tokens are emitted: the root is in the place of the bonus token, which is the next root and has no
-    # entry in the target's pool yet.
+    # Commit keys and values of the root and of the accepted drafts. They are as many nodes as tokens are
+    # emitted: the root is in the place of the bonus token, which is the next root and has no entry in the
+    # target's pool yet.
     if isinstance(models.kv, DataParallelLatents):
         shard = _shard_of(state)
         models.kv.shard_commit_window(shard, state.page_table, accepted.path, seq_lens, num_emitted)
     else:
         models.kv.commit_window(state.page_table, accepted.path, seq_lens, num_emitted)
-    if isinstance(attend, StateWindow):
-        attend.commit(accepted.path, num_emitted)
 
     # Collect what the requests asked for.
     counts = None
@@ -290,6 +296,12 @@ def accept_and_commit(
         logprobs = _logprobs(logits, accepted, settings.num_logprobs)
     emitted = Emitted(accepted.tokens, num_emitted, logprobs, after.is_finite)
     return Verified(out, accepted, after, emitted, counts)
+
+
+def commit_states(output: WindowOutput, verified: Verified) -> None:
+    """Apply the accepted path of a window to the states of the target's recurrent layers, if it has some."""
+    if isinstance(output.attend, StateWindow):
+        output.attend.commit(verified.accepted.path, verified.emitted.num_emitted)
 
 
 def draft_extend(

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from eagle_kit.engine.grammar.bad_words import MatchWithoutBadWords
 from eagle_kit.engine.grammar.protocols import Grammars, Match
 from eagle_kit.engine.graphs.cpu_graph import CpuGraphs
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphRunner
+from eagle_kit.engine.memory.engine_memory import NEED_LESS
 from eagle_kit.engine.request import Request, UncountedTokens
 from eagle_kit.engine.runner import Results, Runner
 from eagle_kit.engine.scheduler import Chunk, Scheduler
@@ -37,9 +39,12 @@ from eagle_kit.engine.step_profile import ProfileSettings, StepProfile
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.backend import current_device
+from eagle_kit.ops.device_memory import memory_failure
 from eagle_kit.ops.step_ranges import StepRanges
 from eagle_kit.verify.verifiers import make_verifier
 
+STEP = "computing a step"
+"""Activity that errors of too little memory name."""
 READING_COST = 64
 """Multiplications that take as long as reading one number of the key-value pool. Measured: 75 on a CPU
 (SmolLM2-135M, one thread). The data sheets of GPUs give about as many."""
@@ -57,6 +62,7 @@ class EngineTotals:
         num_prompt_tokens: tokens of all prompts whose prefill has begun.
         num_cached_prompt_tokens: those of them that the prefix cache held.
         num_generated_tokens: tokens of responses.
+        num_steps_in_parts: steps that a GPU had too little memory for, so that they were run in parts.
         num_preemptions: times that a request gave way to another.
         num_finished: ended requests, by reason.
         num_drafts: verifies of at least one draft token, as in vLLM.
@@ -65,13 +71,15 @@ class EngineTotals:
         shapes: cycles in each shape.
         num_captures: graphs that were captured, or recorded on a CPU, while requests waited.
         num_compilations: kernels that Triton compiled, or read from its cache, in steps.
-        num_out_of_memory: steps for which the GPU had too little memory.
+        num_out_of_memory: steps for which the GPU had too little memory in parts too, so that all requests
+            ended.
     """
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_steps_in_parts: int = 0
     num_preemptions: int = 0
     num_finished: Counter[str] = field(default_factory=Counter)
     num_drafts: int = 0
@@ -465,17 +473,21 @@ class Engine:
             chunks = [chunk for chunk in chunks if chunk.request.finish_reason is None]
 
         # Launch the cycle.
-        self.runner.set_pages([*decoding, *(chunk.request for chunk in chunks)])
+        self._set_pages([*decoding, *(chunk.request for chunk in chunks)])
+        failed: dict[Request, str] = {}
         if decoding:
             if self._uses_ngram:
                 self._index(decoding)
-            shape = self._shape(decoding)
             with self.ranges("decode"):
-                self._in_flight.append(self.runner.decode(decoding, shape, self.ngram))
+                failed |= self._launch_cycle(decoding)
 
         # Launch prefill behind the cycle, whose results do not wait for prompts.
         if chunks:
-            self._prefill(chunks)
+            failed |= self._launch_prefill(chunks)
+
+        # Give up a request if a GPU has too little memory even for parts of the step.
+        if failed:
+            self._give_up_one(failed)
 
         # Collect the results of the steps before; without a lag those of this step too.
         num_launched = len(self._in_flight) - num_earlier
@@ -487,6 +499,105 @@ class Engine:
         updated = list(self._updated)
         self._updated = {}
         return updated
+
+    # Work of a step. A GPU that has too little memory for it does it in parts. A part may run again over the
+    # same state: keys of uncommitted tokens are written again, and slots and recurrent states change last.
+
+    def _set_pages(self, requests: list[Request]) -> None:
+        """Bring the device's page tables up to date, and once more with the memory that was kept of freed
+        tensors."""
+        copy = partial(self.runner.set_pages, requests)
+        if self.target.ranks is not None or memory_failure(copy, STEP) is not None:
+            copy()
+
+    def _launch_cycle(self, decoding: list[Request]) -> dict[Request, str]:
+        """Launch a cycle -> requests that could not be decoded for lack of memory, each with the cause."""
+        shape = self._shape(decoding)
+        launch = partial(self._decode, decoding, shape)
+        if self.target.ranks is not None:  # the other ranks have launched it
+            launch()
+            return {}
+        if memory_failure(launch, STEP) is None:
+            return {}
+
+        # Once more with the memory that was kept of freed tensors, then in halves.
+        self._count_step_in_parts()
+        if memory_failure(launch, STEP) is None:
+            return {}
+        with self.runner.eagerly():
+            return self._decode_in_parts(decoding, shape)
+
+    def _decode_in_parts(self, requests: list[Request], shape: SpecShape) -> dict[Request, str]:
+        """Run a cycle eagerly, and its halves where that fails -> as :meth:`_launch_cycle`."""
+        if shape not in self.shapes_at(self.runner.padded(len(requests))):
+            shape = self.shapes_at(self.runner.padded(len(requests)))[0]
+        cause = memory_failure(partial(self._decode, requests, shape), STEP)
+        if cause is None:
+            return {}
+        if len(requests) == 1:
+            return {requests[0]: cause}
+        half = len(requests) // 2
+        failed = self._decode_in_parts(requests[:half], shape)
+        return failed | self._decode_in_parts(requests[half:], shape)
+
+    def _decode(self, requests: list[Request], shape: SpecShape) -> None:
+        self._in_flight.append(self.runner.decode(requests, shape, self.ngram))
+
+    def _launch_prefill(self, chunks: Sequence[Chunk]) -> dict[Request, str]:
+        """Launch chunks of prompts -> requests whose chunks could not be computed for lack of memory, each
+        with the cause."""
+        launch = partial(self._prefill, chunks)
+        if self.target.ranks is not None:  # the other ranks have launched them
+            launch()
+            return {}
+        if memory_failure(launch, STEP) is None:
+            return {}
+
+        # One by one. The failed forward may have changed recurrent states in place: prompts that continue
+        # from such a state begin again at a snapshot.
+        self._count_step_in_parts()
+        failed = {}
+        for chunk in chunks:
+            request = chunk.request
+            if chunk.state_moves is not None and chunk.state_moves.source == request.sequence.slot:
+                self.scheduler.send_back(request)
+                continue
+            cause = self._prefill_in_parts(chunk)
+            if cause is not None:
+                failed[request] = cause
+        return failed
+
+    def _prefill_in_parts(self, chunk: Chunk) -> str | None:
+        """Compute a chunk, and its halves where that fails -> why it could not be computed to its end."""
+        cause = memory_failure(partial(self._prefill, [chunk]), STEP)
+        num_tokens = chunk.stop - chunk.start
+        if cause is None or chunk.state_moves is not None or num_tokens <= self.config.page_size:
+            return cause
+        middle = chunk.start + num_tokens // 2
+        for part in (chunk._replace(stop=middle), chunk._replace(start=middle)):
+            cause = self._prefill_in_parts(part)
+            if cause is not None:
+                return cause
+        return None
+
+    def _count_step_in_parts(self) -> None:
+        """Count a step that is run in parts, and log the first, second, fourth and so on."""
+        self._is_timing = False
+        self.totals.num_steps_in_parts += 1
+        number = self.totals.num_steps_in_parts
+        if number & (number - 1) == 0:
+            logging.getLogger(__name__).warning(
+                "The GPU lacks memory: %d steps were run in parts. %s", number, NEED_LESS
+            )
+
+    def _give_up_one(self, failed: dict[Request, str]) -> None:
+        """End the longest of the requests that a step had too little memory for. The others wait for the next
+        step."""
+        longest = max(failed, key=lambda request: (request.num_tokens, request.number))
+        failure = UserError(failed[longest], NEED_LESS)
+        logging.getLogger(__name__).error("Request %d ends: %s", longest.number, failure)
+        longest.response.failure = failure
+        self._finish(longest, "error")
 
     def _shape(self, decoding: Sequence[Request]) -> SpecShape:
         """Choose the shape of the next cycle."""

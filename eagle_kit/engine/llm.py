@@ -39,7 +39,7 @@ from eagle_kit.engine.grammar.protocols import Grammars
 from eagle_kit.engine.graphs import cpu_graph
 from eagle_kit.engine.graphs.warm_up import Prepared, warm_up
 from eagle_kit.engine.load_draft import load_draft_model
-from eagle_kit.engine.memory.engine_memory import NEED_LESS, MemoryPlan, plan_memory
+from eagle_kit.engine.memory.engine_memory import NEED_LESS, MemoryPlan, Place, fit_sizes, plan_memory
 from eagle_kit.engine.options import (
     check_fp8,
     devices_of,
@@ -375,6 +375,11 @@ class LLM:
                 "Leave it out.",
             )
         on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
+        if options.gpu_memory_utilization is not None and not on_gpu:
+            raise UserError(
+                f"gpu_memory_utilization is {options.gpu_memory_utilization}, and the engine runs on a CPU.",
+                "Leave it out, or give kv_memory, the size of the key-value pool.",
+            )
         if on_gpu:
             options = without_graphs(options, self.target)
         # With auto this is the shape where none is chosen; `engine` then takes a policy.
@@ -450,21 +455,50 @@ class LLM:
 
     def _make_engine(self) -> None:
         """Allocate the engine's memory."""
+        # The batch and the context, where memory decides them, and the pool.
         chooses = self._options.has_auto_shape and self.draft is not None
-        plan = partial(plan_memory, self.target, self.draft, self.config, chooses_shapes=chooses)
+        place = Place.of(self.target.embed_tokens.weight.device)
+        plan = partial(plan_memory, self.target, self.draft, chooses_shapes=chooses, place=place)
+        self.config = self._fitted(plan)
         if (ranks := self.target.ranks) is None:
-            self.memory_plan = plan()
+            self.memory_plan = plan(self.config)
         else:
-            mine: MemoryPlan = ranks.together(plan)
+            mine: MemoryPlan = ranks.together(partial(plan, self.config))
             self.memory_plan = mine.smallest(ranks.all(mine))
         steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
-        self.config = fit_context(self.config.replace(**self.memory_plan.sizes), steps)
+        config = self.config.replace(**self.memory_plan.sizes)
+        self.config = fit_context(config, steps, warns=not self.has_context_of_pool)
+
+        # The engine.
         parts = self.target, self.draft, self.config, self._grammars()
         if self._leader is None:
             self._engine = Engine(*parts)
         else:
             self._engine = LeadingEngine(*parts, leader=self._leader)
         reserve_segment(self.target.embed_tokens.weight.device, self.memory_plan.prefill)
+
+    @property
+    def has_context_of_pool(self) -> bool:
+        """True if the context is what the target and the memory allow, because the options name none."""
+        return self._options.gpu_memory_utilization is not None and self._options.max_context is None
+
+    def _fitted(self, plan: Callable[[ResolvedConfig], MemoryPlan]) -> ResolvedConfig:
+        """Lower the batch and the context to what the memory holds, on all ranks alike, where the options
+        leave them to it."""
+        takes_gpu = self._options.gpu_memory_utilization is not None
+        lowers_batch = takes_gpu and self._options.max_batch_size is None
+        if not (lowers_batch or self.has_context_of_pool):
+            return self.config
+        fit = partial(
+            fit_sizes, plan, self.config, lowers_batch=lowers_batch, lowers_context=self.has_context_of_pool
+        )
+        ranks = self.target.ranks
+        if ranks is None:
+            return fit()
+        mine: ResolvedConfig = ranks.together(fit)
+        of_all = ranks.all((mine.max_batch_size, mine.max_context))
+        fitted = mine.replace(max_context=min(context for _, context in of_all))
+        return fitted.with_batch_size(min(size for size, _ in of_all))
 
     def _grammars(self) -> Callable[[], Grammars] | None:
         """What makes the compiler of grammars; None where there is no tokenizer. Ranks that are not the first
@@ -781,6 +815,8 @@ class LLM:
                 with out_of_memory("computing responses", NEED_LESS):
                     updated = engine.step()
                 for request in updated:
+                    if request.response.failure is not None:
+                        raise request.response.failure
                     if request.has_stops:
                         request.decode_text()
                         engine.stop(request)

@@ -80,12 +80,17 @@ def without_graphs(options: EngineConfig, target: Target) -> EngineConfig:
     return options.replace(graph_mode="off")
 
 
-def fit_context(config: ResolvedConfig, steps: int) -> ResolvedConfig:
+def fit_context(config: ResolvedConfig, steps: int, *, warns: bool = True) -> ResolvedConfig:
     """Shorten the context to what one request alone, with drafts of ``steps`` or of its shape, may have of
-    the pool. Raise UserError where that is nothing."""
-    most_steps = max(config.shape.at(1).steps, steps)
-    pool_tokens = config.num_shard_pages * config.page_size
-    most = pool_tokens - config.num_lookahead_tokens(most_steps)
+    the pool.
+
+    Args:
+        warns: whether to warn of a shorter context, which was asked for as it is.
+
+    Raises:
+        UserError: the pool holds no request.
+    """
+    most = context_of_pool(config, steps)
     if most < 2:
         raise UserError(
             f"The key-value pool holds {config.kv_tokens} tokens, too few for any request.",
@@ -93,12 +98,20 @@ def fit_context(config: ResolvedConfig, steps: int) -> ResolvedConfig:
         )
     if most >= config.max_context:
         return config
-    warnings.warn(
-        f"The key-value pool holds {config.kv_tokens} tokens, so the context is {most} instead of "
-        f"{config.max_context}.",
-        stacklevel=4,
-    )
+    if warns:
+        warnings.warn(
+            f"The key-value pool holds {config.kv_tokens} tokens, so the context is {most} instead of "
+            f"{config.max_context}.",
+            stacklevel=4,
+        )
     return config.replace(max_context=most)
+
+
+def context_of_pool(config: ResolvedConfig, steps: int) -> int:
+    """Tokens that one request alone, with drafts of ``steps`` or of its shape, may have of the pool."""
+    most_steps = max(config.shape.at(1).steps, steps)
+    pool_tokens = config.num_shard_pages * config.page_size
+    return pool_tokens - config.num_lookahead_tokens(most_steps)
 
 
 def dtype_of(name: str, device: str) -> torch.dtype:

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import FinishReason, RequestOutput, ResponseLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
@@ -50,6 +51,7 @@ class ResponseState:
         max_tokens: most tokens that the response may have, by the parameters and the context.
         seed: of the request's random numbers; ``params.seed``, or drawn when the request is added.
         match: state of the request's grammar and of its forbidden words; None without any.
+        failure: what ended a response with the reason ``"error"``, if it was a lack of memory; else None.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -60,6 +62,7 @@ class ResponseState:
     max_tokens: int = 0
     seed: int = 0
     match: "Match | None" = None
+    failure: UserError | None = None
 
 
 @dataclass(eq=False)

@@ -706,6 +706,7 @@ class Runner:
 
         # Launch the cycle, and send its results to the host.
         emitted = self._run(batch.matches, batch.inputs, settings, tree)
+        self._count_pending(requests, shape)
         if emitted.logprobs is not None and not batch.wants_logprobs:
             emitted = emitted._replace(logprobs=None)
         has_capture = self.graphs.num_warm_ups != num_warm_ups
@@ -718,6 +719,18 @@ class Runner:
             is_steady_state=not (has_backfill or has_capture),
             num_captures=self.graphs.num_captures - num_captures,
         )
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Context manager: cycles run without graphs, whatever the options say."""
+        graphs = self.graphs
+        self.graphs = GraphRunner("off")
+        self._batch = None  # its inputs are those of a kind of graphs
+        try:
+            yield
+        finally:
+            self.graphs = graphs
+            self._batch = None
 
     def _batch_of(self, requests: list[Request]) -> Batch:
         """Make the batch of ``requests``, or return that of the last cycle if it has the same requests.
@@ -805,7 +818,7 @@ class Runner:
     # with drafts the draft runs over them once.
 
     def _prepare_draft(self, requests: list[Request], shape: SpecShape) -> bool:
-        """Run the draft over pending tokens if a cycle of ``shape`` needs it, and count its pending tokens.
+        """Run the draft over pending tokens if a cycle of ``shape`` needs it.
 
         Returns:
             True if the draft ran.
@@ -828,9 +841,14 @@ class Runner:
         if has_run:
             with self._ranges("backfill"):
                 self._store_pending_keys(requests)
-        for request in requests:
-            request.on_device.num_pending_draft_tokens += 1
         return has_run
+
+    def _count_pending(self, requests: list[Request], shape: SpecShape) -> None:
+        """Count the token that a cycle of ``shape`` has left to the draft."""
+        drafter = self.models.drafter
+        if drafter is not None and drafter.supports_deferred_draft and not shape.steps:
+            for request in requests:
+                request.on_device.num_pending_draft_tokens += 1
 
     def _backfill_draft(self, requests: list[Request]) -> None:
         """Run the draft over all pending tokens of ``requests``: store its keys and make its draft states."""
@@ -844,9 +862,7 @@ class Runner:
             self._store_pending_keys(requests)
             longest = 1
 
-        self._run_in_batches(self._backfill_batch, pending, longest, self._num_appended)
-        for request in pending:
-            request.on_device.num_pending_draft_tokens = 0
+        self._run_in_batches(self._backfill_batch, pending, longest, self._num_appended, num_left=0)
 
     def _store_pending_keys(self, requests: list[Request]) -> None:
         """Run the draft over all pending tokens but the last of each request: store its keys only.
@@ -855,9 +871,7 @@ class Runner:
         """
         pending = [request for request in requests if _num_pending(request) > 1]
         longest = max(map(_num_pending, pending))
-        self._run_in_batches(self._store_batch, pending, longest - 1, 0)
-        for request in pending:
-            request.on_device.num_pending_draft_tokens = 1
+        self._run_in_batches(self._store_batch, pending, longest - 1, 0, num_left=1)
 
     def _run_in_batches(
         self,
@@ -865,12 +879,15 @@ class Runner:
         requests: list[Request],
         length: int,
         num_appended: int,
+        *,
+        num_left: int,
     ) -> None:
         """Call ``run(slots, length, num_columns)`` for as many requests at a time as memory is planned for.
 
         Args:
             length: most pending tokens of a request.
             num_appended: rows of a request behind its pending tokens.
+            num_left: tokens of a request that are pending afterwards.
         """
         num_columns = self._num_columns(requests, length + 2 + num_appended)
 
@@ -879,10 +896,13 @@ class Runner:
             length = 1 << (length - 1).bit_length()
         most = self._max_requests_per_forward(length + num_appended)
         for start in range(0, len(requests), most):
-            slots = [request.sequence.slot for request in requests[start : start + most]]
+            batch = requests[start : start + most]
+            slots = [request.sequence.slot for request in batch]
             if self.graphs.has_fixed_shapes:
                 slots += [self.slots.dummy] * (self.padded(len(slots)) - len(slots))
             run(slots, length, num_columns)
+            for request in batch:
+                request.on_device.num_pending_draft_tokens = num_left
 
     def _max_requests_per_forward(self, num_rows: int) -> int:
         """Return how many requests one backfill forward takes, ``num_rows`` of each.

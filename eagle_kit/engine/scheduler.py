@@ -23,7 +23,11 @@ pages, from
 The quantum of a response is :data:`QUANTUM_TOKENS` tokens. For a first token
 :data:`SHORT_QUANTUM_TOKENS` are enough where there is a prefix cache. The quantum of a prompt is
 :data:`QUANTUM_CHUNKS` chunks. With recurrent layers a quantum is longer, because the tokens behind
-the last snapshot of a state are computed again.
+the last snapshot of a state are computed again. Against a client that has a slot, its own included,
+a response has a longer quantum on a GPU, and where the pool cannot hold all requests.
+
+A step considers the first :data:`NUM_CANDIDATES` waiting requests for slots of others, and as many
+of those that gave way before.
 
 Limits of preemption:
 
@@ -49,7 +53,6 @@ Work of a step:
   cycle. Skipped cycles count as tokens of a quantum.
 """
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -57,6 +60,7 @@ from typing import NamedTuple
 
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.engine.request import DeviceState, Request, SequenceState
+from eagle_kit.engine.waiting_queue import WaitingQueue, progress, service_order
 from eagle_kit.kv.page_pool import PagePool, RadixNode
 
 QUANTUM_TOKENS = 32
@@ -71,6 +75,9 @@ MOST_QUANTUM_TOKENS = 512
 """Most tokens of a quantum, whatever has to be computed again."""
 QUANTUM_CHUNKS = 4
 """Quantum of a prompt, in chunks of the size that is computed beside the responses of others."""
+NUM_CANDIDATES = 32
+"""Waiting requests of each kind that a step considers for the slots of others
+(:meth:`~eagle_kit.engine.waiting_queue.WaitingQueue.candidates`)."""
 DRAFTED_SHARE = 0.6
 """Time of a token of a response that decodes alone with drafts, over the time of a plain cycle. A share
 of a group is what a token would cost the group if it were alone, so with a draft it is this part of
@@ -115,6 +122,44 @@ class StepPlan(NamedTuple):
     chunks: list[Chunk]
     decoding: list[Request]
     preempted: list[Request]
+
+
+class _Claim(NamedTuple):
+    """What decides which requests of the batch give way to a waiting one.
+
+    Attributes:
+        client, priority: of the request.
+        has_slot: True if its group has a slot.
+        is_fresh: True if it has no token yet.
+        is_long: True for a long prompt.
+        progress, num_to_compute, num_pages: the more, the fewer requests give way.
+    """
+
+    client: str
+    priority: int
+    has_slot: bool
+    is_fresh: bool
+    is_long: bool
+    progress: int
+    num_to_compute: int
+    num_pages: int
+
+    def is_no_better_than(self, other: "_Claim") -> bool:
+        """Return True if nobody gives way to this request where nobody gives way to the ``other``."""
+        amounts = zip(self[5:], other[5:], strict=True)
+        return self[:5] == other[:5] and all(mine >= theirs for mine, theirs in amounts)
+
+
+class _Dispensable(NamedTuple):
+    """Requests of the batch that some waiting request could preempt, most progress first.
+
+    Attributes:
+        to_new: for requests of clients without a slot.
+        to_served: those of them for requests of clients with a slot.
+    """
+
+    to_new: list[Request]
+    to_served: list[Request]
 
 
 class Scheduler:
@@ -163,14 +208,11 @@ class Scheduler:
         self.running: list[Request] = []
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
         self._num_running_in = [0] * page_pool.num_shards
-        self._num_slots_of: Counter[int] = Counter()
-        self._num_slots_of_client: Counter[str] = Counter()
 
-        # The queue: a heap for each group, and when each client had its last admission.
-        self._queues: dict[int, list[tuple[int, int, Request]]] = {}
-        self._num_waiting_tokens = 0
-        self._num_admissions = 0
-        self._last_admission: dict[str, int] = {}
+        # The queue, and the slots of groups and clients.
+        self._queue = WaitingQueue()
+        self._num_slots_of = self._queue.num_slots_of
+        self._num_slots_of_client = self._queue.num_slots_of_client
         self._num_guarded_steps = 0  # in which some leave the last free slot to others
 
         # Quanta.
@@ -181,16 +223,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of requests in the queue."""
-        return sum(len(queue) for queue in self._queues.values())
+        return self._queue.num_requests
 
     def add(self, request: Request) -> None:
         """Put a request into the queue."""
-        queue = self._queues.setdefault(request.group, [])
-        heapq.heappush(queue, (*_service_order(request), request))
-        self._num_waiting_tokens += request.num_tokens
-
-        # A client that comes or comes back goes behind the clients that wait already.
-        self._last_admission.setdefault(request.client, self._num_admissions)
+        self._queue.add(request)
 
     def plan(self) -> StepPlan:
         """Plan the next step, and allocate its pages."""
@@ -204,7 +241,7 @@ class Scheduler:
         # Admit waiting requests, unless pages were missing.
         if not preempted:
             self._num_guarded_steps -= 1
-            if self._queues:
+            if self._queue.num_requests:
                 self._fill_free_slots()
                 preempted = self._take_slots()
 
@@ -222,20 +259,15 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Take a request out of the queue or the batch, and release its pages."""
         if request.sequence.slot < 0:
-            self._dequeue(request)
-            self._forget_client(request.client)
+            self._queue.remove(request)
+            self._queue.forget_client(request.client)
             return
 
         # Give back the slot.
         self.running.remove(request)
         self._free_slots.append(request.sequence.slot)
         self._num_running_in[request.sequence.allocation.shard] -= 1
-        self._num_slots_of[request.group] -= 1
-        if not self._num_slots_of[request.group]:
-            del self._num_slots_of[request.group]
-        self._num_slots_of_client[request.client] -= 1
-        if not self._num_slots_of_client[request.client]:
-            del self._num_slots_of_client[request.client]
+        self._queue.leave_slot(request)
 
         # Give back the pages. Results on their way belong to the old sequence state, and are
         # dropped.
@@ -243,7 +275,7 @@ class Scheduler:
         request.sequence = SequenceState()
         request.on_device = DeviceState()
         request.turn.deficit = 0.0
-        self._forget_client(request.client)
+        self._queue.forget_client(request.client)
 
     def mark_computed(self, request: Request, num_tokens: int) -> None:
         """Note that the first ``num_tokens`` of a request have been sent to the device."""
@@ -265,64 +297,20 @@ class Scheduler:
             request.sequence.allocation, request.tokens(0, request.num_cacheable)
         )
 
-    # The queue.
-
-    def _dequeue(self, request: Request) -> None:
-        self._num_waiting_tokens -= request.num_tokens
-        queue = self._queues[request.group]
-        if queue[0][2] is request:
-            heapq.heappop(queue)
-        else:
-            queue.remove((*_service_order(request), request))
-            heapq.heapify(queue)
-        if not queue:
-            del self._queues[request.group]
-
-    def _forget_client(self, client: str) -> None:
-        """Forget the last admission of a client that has no request any more."""
-        if self._num_slots_of_client[client]:
-            return
-        for queue in self._queues.values():
-            if any(request.client == client for _, _, request in queue):
-                return
-        del self._last_admission[client]
-
-    def _order(self, request: Request) -> tuple[int, int, int, int, int]:
-        """Key of the order of admission. Requests of the batch are preempted from its other end."""
-        priority, num_slots, number = self._order_in_client(request)
-        num_slots_of_client = self._num_slots_of_client[request.client]
-        return priority, num_slots_of_client, self._last_admission[request.client], num_slots, number
-
-    def _order_in_client(self, request: Request) -> tuple[int, int, int]:
-        """Key of the order of admission among the requests of one client."""
-        priority, number = _service_order(request)
-        return priority, self._num_slots_of[request.group], number
-
-    def _heads(self) -> list[Request]:
-        """List the first request of every group that waits."""
-        heads = [self._head(group) for group in self._queues]
-        return [head for head in heads if head is not None]
-
-    def _head(self, group: int) -> Request | None:
-        """Return the first waiting request of a group, or None if it cannot begin yet.
-
-        A request waits while another of its group computes the same prompt. Its pages are in the
-        prefix cache afterwards.
-        """
-        if group not in self._queues:
-            return None
-        head = self._queues[group][0][2]
-        if not self.page_pool.can_reuse or not self._num_slots_of[group]:
-            return head
+    def _can_begin(self, head: Request) -> bool:
+        """Return False for the first waiting request of a group while another of its group computes the same
+        prompt, whose pages are in the prefix cache afterwards."""
+        if not self.page_pool.can_reuse or not self._num_slots_of[head.group]:
+            return True
         for other in self.running:
-            if other.group != group or other.prompt_ids != head.prompt_ids:
+            if other.group != head.group or other.prompt_ids != head.prompt_ids:
                 continue
             sequence = other.sequence
             is_computing = sequence.num_finite < other.num_to_compute
             will_share = sequence.num_shared_tokens + self.page_pool.page_size < other.num_to_compute
             if is_computing and will_share:
-                return None
-        return head
+                return False
+        return True
 
     # Pages of decoding requests.
 
@@ -342,14 +330,14 @@ class Scheduler:
 
         # Preempt others in the same shard of the pool until the pages are there.
         preempted: list[Request] = []
-        for request in sorted(short, key=_service_order):
+        for request in sorted(short, key=service_order):
             if request.sequence.slot < 0:
                 continue  # it was preempted for one before it
             shard = request.sequence.allocation.shard
             while not self._extend(request):
                 rivals = [each for each in self.running if each.sequence.allocation.shard == shard]
-                victim = max(rivals, key=self._order)
-                self._preempt(victim)
+                victim = max(rivals, key=self._queue.order)
+                self.send_back(victim)
                 preempted.append(victim)
                 if victim is request:
                     break
@@ -366,7 +354,7 @@ class Scheduler:
         """Number of pages of a request's tokens and of those that the next cycle may write."""
         return self.page_pool.pages_for(request.num_tokens + self.num_lookahead_tokens)
 
-    def _preempt(self, request: Request) -> None:
+    def send_back(self, request: Request) -> None:
         """Send a request of the batch back to the queue. Its pages stay in the prefix cache."""
         self.cache_pages(request)
         self.remove(request)
@@ -376,30 +364,15 @@ class Scheduler:
 
     def _fill_free_slots(self) -> None:
         """Admit waiting requests, in order, until one does not fit."""
-        if not self._free_slots:
-            return
-
-        # An admission moves the other requests of a client back, so each client has a heap of its
-        # own.
-        heaps: dict[str, list[tuple[tuple[int, int, int], Request]]] = {}
-        for head in self._heads():
-            heaps.setdefault(head.client, []).append((self._order_in_client(head), head))
-        for heap in heaps.values():
-            heapq.heapify(heap)
-
-        # Admit the first request of all clients, and let the next of its group take its place.
-        while self._free_slots and heaps:
-            client = min(heaps, key=lambda client: self._order(heaps[client][0][1]))
-            heap = heaps[client]
-            _, first = heapq.heappop(heap)
-            if not self._leaves_last_slot(first):
-                if not self._admit(first):
-                    break
-                following = self._head(first.group)
-                if following is not None:
-                    heapq.heappush(heap, (self._order_in_client(following), following))
-            if not heap:
-                del heaps[client]
+        skipped: set[int] = set()  # groups that leave the slots of this step to others
+        while self._free_slots:
+            first = self._queue.first(skipped)
+            if first is None:
+                return
+            if not self._can_begin(first) or self._leaves_last_slot(first):
+                skipped.add(first.group)
+            elif not self._admit(first):
+                return
 
     def _leaves_last_slot(self, request: Request) -> bool:
         """Return True if a request leaves the last free slot to others, for some steps after a
@@ -477,7 +450,7 @@ class Scheduler:
             return False
 
         # Move the request from the queue into the batch.
-        self._dequeue(request)
+        self._queue.remove(request)
         self.page_pool.pin_snapshot(allocation)
         is_branch = len(cached) > len(shared) and bool(cached[-1].children)
         num_shared_tokens = len(shared) * self.page_pool.page_size
@@ -495,10 +468,7 @@ class Scheduler:
         # Count its slot.
         self.running.append(request)
         self._num_running_in[shard] += 1
-        self._num_slots_of[request.group] += 1
-        self._num_slots_of_client[request.client] += 1
-        self._num_admissions += 1
-        self._last_admission[request.client] = self._num_admissions
+        self._queue.take_slot(request)
         return True
 
     # Preemption.
@@ -510,27 +480,60 @@ class Scheduler:
             The requests that were preempted.
         """
         preempted: list[Request] = []
+        if not self.page_pool.has_snapshots:
+            self._cache_holds_all = self._holds_all()
         behind = self._long_prompts()[1:]
         dispensable = self._dispensable(behind)
-        if not dispensable:
+        if not dispensable.to_new:
             return preempted
-        for request in sorted(self._heads(), key=self._order):
+        failed: list[_Claim] = []
+        for request in self._queue.candidates(NUM_CANDIDATES):
+            if not self._can_begin(request):
+                continue
             while request.sequence.slot < 0:
+                claim = self._claim(request)
+                if any(claim.is_no_better_than(other) for other in failed):
+                    break
                 victims = self._victims(request, dispensable, behind)
                 if not victims:
+                    failed.append(claim)
                     break
-                victim = max(victims, key=self._order)
-                self._preempt(victim)
+                victim = max(victims, key=self._queue.order)
+                self.send_back(victim)
                 preempted.append(victim)
                 self._admit(request)
                 self._num_guarded_steps = QUANTUM_TOKENS
                 behind = self._long_prompts()[1:]
                 dispensable = self._dispensable(behind)
+                failed.clear()
 
             # A request that does not fit keeps those behind it waiting.
             if request.sequence.slot < 0 and self._free_slots:
                 break
         return preempted
+
+    def _claim(self, request: Request) -> "_Claim":
+        """What decides which requests give way to a waiting one."""
+        return _Claim(
+            client=request.client,
+            priority=request.priority,
+            has_slot=self._num_slots_of[request.group] > 0,
+            is_fresh=not request.response.token_ids,
+            is_long=request.num_to_compute > self._prompt_quantum,
+            progress=progress(request),
+            num_to_compute=request.num_to_compute,
+            num_pages=self._num_pages(request),
+        )
+
+    def _holds_all(self) -> bool:
+        """Return True if the pool, and with recurrent layers the snapshots, could hold all requests."""
+        pool = self.page_pool
+        num_tokens = self._queue.num_tokens + sum(request.num_tokens for request in self.running)
+        if num_tokens > pool.num_pages * pool.page_size:
+            return False
+        # A request of the batch may have two snapshots.
+        num_snapshots = self.num_waiting + 2 * len(self.running)
+        return not pool.has_snapshots or num_snapshots <= pool.num_snapshots
 
     def _long_prompts(self) -> list[Request]:
         """List the requests of the batch with more than a quantum of their prompt left, the oldest
@@ -544,36 +547,47 @@ class Scheduler:
         for request in self.running:
             if request.is_prefilling and _num_left(request) > self._prompt_quantum:
                 long.append(request)
-        return sorted(long, key=_service_order)
+        return sorted(long, key=service_order)
 
-    def _dispensable(self, behind: Sequence[Request]) -> list[Request]:
+    def _dispensable(self, behind: Sequence[Request]) -> "_Dispensable":
         """List the requests of the batch that some waiting request could preempt, most progress
         first.
 
         Args:
             behind: long prompts behind another.
         """
-        dispensable = [request for request in self.running if self._is_dispensable(request, behind)]
-        return sorted(dispensable, key=progress, reverse=True)
+        to_new = [request for request in self.running if self._is_dispensable(request, behind, 0)]
+        to_new.sort(key=progress, reverse=True)
+        to_served = []
+        for request in to_new:
+            if self._is_dispensable(request, behind, self._quantum_beside_served(request)):
+                to_served.append(request)
+        return _Dispensable(to_new, to_served)
 
-    def _is_dispensable(self, request: Request, behind: Sequence[Request]) -> bool:
-        """Return True if some waiting request could preempt a request of the batch."""
+    def _is_dispensable(self, request: Request, behind: Sequence[Request], quantum: int) -> bool:
+        """Return True if some waiting request could preempt a request of the batch.
+
+        Args:
+            quantum: least tokens of its quantum.
+        """
         if self._num_slots_of[request.group] > 1 or request in behind:
             return True
         is_ahead = progress(request) >= QUANTUM_TOKENS  # of a request without a token
-        if is_ahead and self._has_had_quantum(request, self._short_quantum):
+        if is_ahead and self._has_had_quantum(request, max(quantum, self._short_quantum)):
             return True
         return self._has_had_prompt_quantum(request)
 
     def _victims(
-        self, request: Request, dispensable: Sequence[Request], behind: Sequence[Request]
+        self, request: Request, dispensable: "_Dispensable", behind: Sequence[Request]
     ) -> list[Request]:
         """List the requests of one shard of the pool that a waiting request may preempt."""
-        if self._num_slots_of[request.group] or not dispensable:
+        is_served = self._num_slots_of_client[request.client] > 0
+        possible = dispensable.to_served if is_served else dispensable.to_new
+        if self._num_slots_of[request.group] or not possible:
             return []
 
         # A long queue usually ends here: nobody is a quantum ahead, and each group has one slot.
-        most_ahead = progress(dispensable[0]) - progress(request)
+        most_ahead = progress(possible[0]) - progress(request)
         most_slots = max(self._num_slots_of.values())
         if most_ahead < QUANTUM_TOKENS and most_slots == 1 and request.response.token_ids:
             return []
@@ -583,7 +597,7 @@ class Scheduler:
             behind = ()
 
         # All victims together must make room in their shard.
-        victims = [other for other in dispensable if self._gives_way(other, request, behind)]
+        victims = [other for other in possible if self._gives_way(other, request, behind)]
         for shard in range(self.page_pool.num_shards):
             in_shard = [other for other in victims if other.sequence.allocation.shard == shard]
             if in_shard and self._would_fit(request, in_shard, shard):
@@ -611,12 +625,26 @@ class Scheduler:
         # A response that is ahead gives way after its quantum.
         num_ahead = progress(other) - progress(request)
         quantum = QUANTUM_TOKENS if request.response.token_ids else self._short_quantum
+        if self._num_slots_of_client[request.client]:
+            quantum = max(quantum, self._quantum_beside_served(other))
         if num_ahead >= QUANTUM_TOKENS and self._has_had_quantum(other, quantum):
             return True
 
         # A longer prompt gives way to a first token after its quantum.
         is_longer = _num_left(other) - request.num_to_compute > self._prompt_quantum
         return is_longer and not request.response.token_ids and self._has_had_prompt_quantum(other)
+
+    def _quantum_beside_served(self, request: Request) -> int:
+        """Least quantum of a response against a client that has a slot already. To preempt it delays all
+        responses of the batch.
+
+        Tokens that are computed again take at least the time in which weights are read. Where the pool cannot
+        hold all requests, the pages of a preempted one are evicted, and all of its tokens are computed again.
+        """
+        num_recomputed = self.weights_cost
+        if self.page_pool.can_reuse and not self._cache_holds_all:
+            num_recomputed = max(num_recomputed, request.num_tokens)
+        return min(int(num_recomputed) // MOST_RECOMPUTED, MOST_QUANTUM_TOKENS)
 
     def _has_had_quantum(self, request: Request, num_tokens: int) -> bool:
         """Return True if a response has had a quantum of ``num_tokens`` since its admission.
@@ -676,8 +704,9 @@ class Scheduler:
         if self.has_draft:
             share *= DRAFTED_SHARE
 
-        # Take all where even the longest context is affordable.
-        most_cost = 1.0 + self.reading_cost * self.config.max_context
+        # Take all where even the longest request is affordable.
+        longest = max(request.num_tokens for request in decoding)
+        most_cost = 1.0 + self.reading_cost * longest
         if most_cost <= share / max(self._num_slots_of.values()):
             for request in decoding:
                 request.turn.deficit = 0.0
@@ -725,13 +754,13 @@ class Scheduler:
         budget: float = mixed_tokens if is_shared else most_tokens
 
         # Half of it is reserved for the oldest prompt.
-        oldest = min(prefilling, key=_service_order)
+        oldest = min(prefilling, key=service_order)
         cost_of_oldest = _num_left(oldest) * self._token_cost(oldest.sequence.num_computed)
         reserved = min(cost_of_oldest, budget / 2)
 
         # The prompts that end soonest come first.
         chunks: list[Chunk] = []
-        for request in sorted(prefilling, key=lambda each: (_num_left(each), _service_order(each))):
+        for request in sorted(prefilling, key=lambda each: (_num_left(each), service_order(each))):
             share = budget - reserved
             if request is oldest:
                 # The reserved half stays whole, whatever short prompts took beyond the other half.
@@ -785,13 +814,7 @@ class Scheduler:
         for request in self.running:
             if request.sequence.has_begun:
                 self.page_pool.unpin_snapshot(request.sequence.allocation)
-
-        # A request of the batch may have two snapshots.
-        pool = self.page_pool
-        num_tokens = self._num_waiting_tokens + sum(request.num_tokens for request in self.running)
-        num_snapshots = self.num_waiting + 2 * len(self.running)
-        has_pages = num_tokens <= pool.num_pages * pool.page_size
-        self._cache_holds_all = has_pages and num_snapshots <= pool.num_snapshots
+        self._cache_holds_all = self._holds_all()
 
     def _plan_state_moves(self, chunk: Chunk) -> StateMoves:
         """Choose the state that a chunk begins with and the states that it saves.
@@ -832,16 +855,6 @@ class Scheduler:
         return StateMoves(source, tuple(counts))
 
 
-def progress(request: Request) -> int:
-    """Tokens of the response and cycles that the request skipped: a quantum counts both."""
-    return len(request.response.token_ids) + request.turn.num_skipped
-
-
 def _num_left(request: Request) -> int:
     """Number of prompt tokens that are still to be computed."""
     return request.num_to_compute - request.sequence.num_computed
-
-
-def _service_order(request: Request) -> tuple[int, int]:
-    """Key of the order of service."""
-    return -request.priority, request.number

@@ -96,6 +96,7 @@ class Slots:
         """
         indices: list[int] = []
         pages: list[int] = []
+        changed: list[tuple[Request, int, list[int]]] = []
         for request in requests:
             sequence = request.sequence
             allocation = sequence.allocation
@@ -117,13 +118,17 @@ class Slots:
                 if column >= len(written) or written[column] != page:
                     indices.append(row_start + column)
                     pages.append(page)
-            written[first:] = new
-            request.on_device.num_pages_written = len(allocation)
+            changed.append((request, first, new))
 
         # One transfer for indices and pages.
         if indices:
             changes = to_device(indices + pages, self.page_table.device)
             self.page_table.view(-1)[changes[: len(indices)]] = changes[len(indices) :]
+
+        # Note what is on the device only now: the transfer may lack memory.
+        for request, first, new in changed:
+            self._written[request.sequence.slot][first:] = new
+            request.on_device.num_pages_written = len(request.sequence.allocation)
 
     def join(
         self,
@@ -242,10 +247,14 @@ class Slots:
         """Drop the pending tokens of ``slot_ids`` but the last, which the next draft state depends on."""
         assert self.pending is not None
         hidden_states, tokens, counts = self.pending
+        # All are read before one is written, so that a lack of memory leaves all as they were.
+        num_left = counts[slot_ids].clamp(max=1)
         last = (counts[slot_ids] - 1).clamp(min=0)  # dummies have no pending token
-        hidden_states[slot_ids, 0] = hidden_states[slot_ids, last]
-        tokens[slot_ids, 0] = tokens[slot_ids, last]
-        counts[slot_ids] = counts[slot_ids].clamp(max=1)
+        last_states = hidden_states[slot_ids, last]
+        last_tokens = tokens[slot_ids, last]
+        hidden_states[slot_ids, 0] = last_states
+        tokens[slot_ids, 0] = last_tokens
+        counts[slot_ids] = num_left
 
     def write_adjustments(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:
         """Write a request's rows of the tables that penalties and biases read.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.engine import DEFAULT_BATCH_SIZE, EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import sole_writer, write_json_atomically
@@ -86,7 +86,7 @@ def run_eval(
         # Decode what an earlier run with the same settings has not.
         store = AnswerStore(Path(out), settings, runs)
         params = SamplingParams(max_tokens=config.max_tokens)
-        batch_size = config.engine.max_batch_size
+        batch_size = config.engine.max_batch_size or DEFAULT_BATCH_SIZE
         decoder = Decoder(tasks, runs, params, batch_size, store, show_progress=not quiet)
         if decoder.num_pending:
             if engines is None:
@@ -134,7 +134,7 @@ def _settings(
         "tasks": {task.name: task.fingerprint for task in tasks},
         "max_tokens": config.max_tokens,
         "limit": config.limit,
-        "batch_size": engine.max_batch_size,
+        "batch_size": engine.max_batch_size or DEFAULT_BATCH_SIZE,
         "seed": config.seed,
         "dtype": engine.dtype,
         "device": engine.device,

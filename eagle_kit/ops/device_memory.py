@@ -3,7 +3,7 @@
 import logging
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -36,6 +36,22 @@ def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         release_cached_memory()
         raise UserError(cause, remedy) from None
+
+
+def memory_failure(call: Callable[[], None], activity: str) -> str | None:
+    """Call ``call``. If the GPU has too little memory for it, return a sentence of cause, else None.
+
+    All tensors of the call are freed then, and so is the memory that torch keeps of freed tensors.
+    """
+    try:
+        call()
+        return None
+    except torch.OutOfMemoryError as error:
+        cause = out_of_memory_cause(error, activity)
+        traceback.clear_frames(error.__traceback__)
+    # Outside the handler, so that the frames of the error hold no tensors any more.
+    release_cached_memory()
+    return cause
 
 
 def out_of_memory_cause(error: torch.OutOfMemoryError, activity: str) -> str:

@@ -139,8 +139,10 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
         self._compiling = FairThread("eagle-kit grammar")
 
-        # State of the event loop: live responses, and requests per client whose grammar is being compiled.
+        # State of the event loop: live responses, their number per client, and the requests per client whose
+        # grammar is being compiled.
         self._num_reserved: Counter[str] = Counter()
+        self._num_live_of: Counter[str] = Counter()
         self._live: set[ResponseStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -210,6 +212,7 @@ class AsyncEngine:
             response.siblings = responses
             response.request.group = requests[0].number
         self._live.update(responses)
+        self._num_live_of[client] += len(responses)
         self._idle.clear()
         self._post(arrivals)
 
@@ -312,8 +315,7 @@ class AsyncEngine:
         num_held = len(self._live) + self._num_reserved.total()
         if not count:
             return
-        num_of_client = sum(response.request.client == client for response in self._live)
-        num_of_client += self._num_reserved[client]
+        num_of_client = self._num_live_of[client] + self._num_reserved[client]
         if not has_room(count, held=num_held, own=num_of_client, most=self.capacity):
             raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
 
@@ -391,7 +393,12 @@ class AsyncEngine:
     def _finish(self, response: ResponseStream, last: "Delta | Exception") -> None:
         """Give a reader the last delta, or the error, of its response."""
         response.put(last)
-        self._live.discard(response)
+        if response in self._live:
+            self._live.remove(response)
+            client = response.request.client
+            self._num_live_of[client] -= 1
+            if not self._num_live_of[client]:
+                del self._num_live_of[client]
         if not self._live:
             self._idle.set()
 
@@ -503,8 +510,9 @@ class AsyncEngine:
     def _step(self) -> None:
         """Step the engine once, and send the progress of its responses.
 
-        If the GPU has too little memory, every request ends with an error and the engine goes on. With
-        several ranks it fails, because the other ranks have taken the step.
+        The engine itself runs a step in parts if the GPU has too little memory. If even so little fails that
+        no request is at fault, every request ends with an error and the engine goes on. With several ranks it
+        fails, because the other ranks have taken the step.
         """
         cause = None
         updated: Sequence[Request] = ()

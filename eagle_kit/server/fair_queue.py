@@ -51,7 +51,7 @@ class FairQueue:
         self._forget_idle(self._served)
         self._served = ""
         while self._waiting:
-            client = min(self._waiting, key=self._order)
+            client = self._next_client()
             calls = self._waiting[client]
             call = heapq.heappop(calls)
             if not calls:
@@ -64,9 +64,13 @@ class FairQueue:
             self._forget_idle(client)
         return None
 
-    def _order(self, client: str) -> tuple[int, int]:
-        """Key of the order of clients: their last turn, then the arrival of their oldest call."""
-        return self._last_turn[client], min(call.number for call in self._waiting[client])
+    def _next_client(self) -> str:
+        """The client whose last turn is the longest ago; among equal ones the client of the oldest call."""
+        earliest = min(self._last_turn[client] for client in self._waiting)
+        first = [client for client in self._waiting if self._last_turn[client] == earliest]
+        if len(first) == 1:  # one client may have thousands of calls
+            return first[0]
+        return min(first, key=lambda client: min(call.number for call in self._waiting[client]))
 
     def _forget_idle(self, client: str) -> None:
         """Forget the last turn of a client without waiting calls."""

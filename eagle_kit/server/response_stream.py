@@ -21,8 +21,8 @@ class EngineFailed(Exception):
 
 
 class OutOfMemory(EngineFailed):
-    """A step needed more memory than the GPU has, which ends all requests that were running or waiting. The
-    engine takes new ones (HTTP 503)."""
+    """The GPU had too little memory to compute this request alone, or any part of a step, which ends all
+    requests. The engine goes on (HTTP 503)."""
 
 
 class NotFinite(EngineFailed):

@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from eagle_kit.core.output import NOT_FINITE
 from eagle_kit.ops.step_ranges import StepRanges
-from eagle_kit.server.response_stream import Delta, EngineFailed, NotFinite, Observer, ResponseStream
+from eagle_kit.server.response_stream import (
+    Delta,
+    EngineFailed,
+    NotFinite,
+    Observer,
+    OutOfMemory,
+    ResponseStream,
+)
 
 
 class Progress:
@@ -133,6 +140,9 @@ class TextThread:
             self._observer.finished(request)
         if failure is not None:
             return EngineFailed(f"The text of the response could not be made ({type(failure).__name__}).")
+        lack_of_memory = request.response.failure
+        if lack_of_memory is not None:
+            return OutOfMemory(f"{lack_of_memory.cause} {lack_of_memory.remedy}")
         return NotFinite(NOT_FINITE) if update.finish_reason == "error" else delta
 
     def _delta(self, update: ResponseUpdate) -> Delta | None:

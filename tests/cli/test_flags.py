@@ -48,6 +48,7 @@ RANKS = {
     "--rank-timeout": ("rank_timeout_s", 7.5),
 }
 ENGINE = {
+    "--gpu-memory-utilization": ("gpu_memory_utilization", 0.75),
     "--max-running-requests": ("max_batch_size", 3),
     "--page-size": ("page_size", 32),
     "--prefill-tokens": ("prefill_tokens", 65),

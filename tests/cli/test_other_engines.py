@@ -62,7 +62,7 @@ def test_a_flag_of_theirs_is_one_of_ours_or_refused_with_it(name):
     [
         (("--max-model-len", "1024"), "Give --max-context."),
         (("--max_model_len=1024",), "Give --max-context."),
-        (("--mem-fraction-static", "0.7"), "--kv-memory"),
+        (("--mem-fraction-static", "0.7"), "Give --gpu-memory-utilization,"),
         (("--speculative-config", '{"model": "x"}'), "eagle-kit serve TARGET --draft DRAFT"),
         (("--speculative-draft-model-path", "x"), "Give --draft."),
         (("--model", "x"), "eagle-kit serve TARGET"),

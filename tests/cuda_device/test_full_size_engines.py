@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from eagle_kit.core.gpus import RUNTIME_BYTES
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.memory.engine_memory import MemoryPlan
+from eagle_kit.engine.request import Request
 from eagle_kit.models.loading.known_targets import target_architecture
 from tests.cuda_device.device import memory_of, phase
 from tests.cuda_device.engines import made_up_results
@@ -45,6 +48,7 @@ class Case(NamedTuple):
 LLAMA_8B = Case(
     "meta-llama/Llama-3.1-8B-Instruct", "eagle3", 1, 80 * GB, {"shape": "5,4,8", "max_batch_size": 8}
 )
+LLAMA_8B_SERVER = LLAMA_8B._replace(options={"shape": "5,4,8", "gpu_memory_utilization": 0.9})
 LLAMA_70B = Case(
     "meta-llama/Llama-3.3-70B-Instruct", "eagle3", 8, 141 * GB, {"shape": "5,4,8", "batch_sizes": (1,)}
 )
@@ -107,3 +111,32 @@ def test_an_engine_takes_what_is_planned(case, tmp_path, record_property):
         assert torch.cuda.memory_reserved() == reserved
         print(f"\n{llm.memory_plan}\n{prepared}")
     found.check(record_property)
+
+
+@pytest.mark.nightly
+def test_a_server_takes_the_share_of_the_device_that_it_may(tmp_path):
+    """256 requests at the model's own context decode in what is left of nine tenths of the memory."""
+    with loaded(LLAMA_8B_SERVER, tmp_path / "target") as llm, made_up_results():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        engine = llm.engine()
+        config = llm.config
+        plan = llm.memory_plan
+        assert plan is not None
+        assert (config.max_batch_size, config.max_context) == (256, 131072)
+        assert config.kv_tokens is not None and config.kv_tokens >= 256 * 1024
+        assert 0.85 * 80 * GB <= fixed_bytes(plan) + plan.graphs.bytes + RUNTIME_BYTES <= 0.9 * 80 * GB
+
+        # A whole batch, whose graph is captured when it is first needed.
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        for number in range(256):
+            engine.add_request(Request(number, [5] * 20, params))
+        for _ in range(4):
+            engine.step()
+        assert engine.num_running == 256
+        reserved = torch.cuda.max_memory_reserved()
+        print(f"\n{plan}\nreserved {reserved / GB:.2f} GB at the peak")
+        assert 0.8 * 80 * GB <= reserved <= 0.9 * 80 * GB - RUNTIME_BYTES
+        for request in list(engine.scheduler.running):
+            engine.abort(request)
+        engine.drain()

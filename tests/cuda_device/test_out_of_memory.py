@@ -34,10 +34,13 @@ def memory_in_use(more: int = 0) -> int:
     return device.bytes_used() + more
 
 
-def everything() -> list[torch.Tensor]:
-    """Tensors in all that is free in the segments of torch's allocator, on a device that has no more."""
+def everything(least: int = 1 << 20) -> list[torch.Tensor]:
+    """Tensors in all that is free in the segments of torch's allocator, on a device that has no more, but for
+    pieces of fewer bytes than ``least``."""
     taken = []
-    for size in (64 << 20, 8 << 20, 1 << 20):
+    for size in (64 << 20, 8 << 20, 1 << 20, 64 << 10, 1 << 10):
+        if size < least:
+            break
         with suppress(torch.OutOfMemoryError):
             while True:
                 taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
@@ -110,7 +113,7 @@ def test_responses_without_memory_end_and_the_engine_goes_on():
             with pytest.raises(UserError) as raised:
                 llm.generate([LONG, [7, 8]], params)
             del taken
-        assert "out of memory while computing responses" in raised.value.cause
+        assert "out of memory while computing a step" in raised.value.cause
         assert "prefill_tokens" in raised.value.remedy
         engine = llm.engine()
         engine.check()
@@ -129,9 +132,13 @@ def test_the_server_answers_503_and_goes_on(tmp_path):
     app = create_app(llm, llm.engine(), ServerConfig(model_name="small"))
     with made_up_results(), TestClient(app, base_url="http://127.0.0.1") as http:
         assert http.post("/v1/completions", json=body).status_code == 200
+        again = {**body, "temperature": 1.0, "logprobs": 2}
         with memory_of(memory_in_use()):
-            # The first of its kind: it is captured when it is needed.
-            refused = http.post("/v1/completions", json={**body, "temperature": 1.0, "logprobs": 2})
+            # The first of its kind would be captured now. It runs without a graph in the memory there is.
+            assert http.post("/v1/completions", json=again).status_code == 200
+            taken = everything(1 << 10)
+            refused = http.post("/v1/completions", json={**again, "top_p": 0.5})
+            del taken
         assert refused.status_code == 503, refused.text
         error = refused.json()["error"]
         assert error["code"] == "out_of_memory"
@@ -140,7 +147,6 @@ def test_the_server_answers_503_and_goes_on(tmp_path):
 
         assert http.get("/health").status_code == 200
         assert http.post("/v1/completions", json=body).status_code == 200
-        again = {**body, "temperature": 1.0, "logprobs": 2}
         assert http.post("/v1/completions", json=again).status_code == 200
         llm.engine().check()
 
@@ -179,3 +185,25 @@ def test_the_trainer_ends_with_exit_code_2_and_two_sentences(tmp_path):
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "out of memory while" in done.stderr
+
+
+# ---- Steps in parts ----
+
+
+def test_a_step_that_does_not_fit_runs_in_parts():
+    """Three prompts together need more than the 64 MiB that are left, each alone does not."""
+    llm = wide_llm()
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with made_up_results():
+        llm.generate([[1, 2, 3]] * 2, params)
+        engine = llm.engine()
+        with memory_of(memory_in_use()):
+            taken = everything()
+            assert taken[0].nbytes == 64 << 20
+            del taken[0]
+            responses = llm.generate([[5] * 300, [6] * 300, [7] * 900], params)
+            del taken
+        assert [len(response.token_ids) for response in responses] == [4, 4, 4]
+        assert engine.totals.num_steps_in_parts >= 1
+        assert engine.totals.num_finished["error"] == 0
+        engine.check()

@@ -124,7 +124,8 @@ def test_the_plan_counts_graphs(planned):
 def test_fewer_graphs_are_prepared_where_the_pool_would_be_squeezed(planned):
     """Of what is shared, the pool keeps three quarters, unless it needs less."""
     whole = planned(1 << 40)
-    fixed = whole.scratch + whole.logits + whole.activations
+    long = planned(1 << 40, max_context=10**6)
+    fixed = long.scratch + long.logits + long.activations
     shared = 4 * whole.graphs.bytes
     assert whole.pool + whole.graphs.bytes < shared, "the pool of this test is small"
 

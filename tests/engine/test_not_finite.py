@@ -124,7 +124,7 @@ def test_a_prompt_that_is_preempted_in_the_middle_is_cached_where_it_is_finite(l
     cached = 8 if bad else 24 - 8 * lag
     assert request.finish_reason == ("error" if bad else None)
     if not bad:
-        engine.scheduler._preempt(request)
+        engine.scheduler.send_back(request)
     assert len(engine.page_pool.match(prompt)) * 4 == cached
     while engine.has_work:
         engine.step()

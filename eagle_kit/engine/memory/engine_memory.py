@@ -2,8 +2,10 @@
 buffers."""
 
 import os
-from collections.abc import Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, get_args
 
 import torch
@@ -11,9 +13,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from eagle_kit.autotune.shapes import MOST_STEPS, WIDTHS
-from eagle_kit.config.engine import ResolvedConfig
+from eagle_kit.config.engine import DEFAULT_BATCH_SIZE, DEFAULT_MAX_CONTEXT, ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.gpus import RUNTIME_BYTES
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.choose_drafter import drafter_class
@@ -31,7 +34,11 @@ from eagle_kit.ops.linear import packed_parts
 from eagle_kit.ops.linear.fp8 import working_bytes
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
-"""Share of the free memory that the pool may take when its size is not given."""
+"""Share of the free memory that an engine may take when neither the size of its pool nor the share of a whole
+GPU is given."""
+TOKENS_OF_REQUEST = 1024
+"""Least tokens of the pool for each request, where memory decides how many a batch has: about those of a
+prompt of vLLM's load generator."""
 SNAPSHOT_SHARE = 0.25
 """Share of what is left for the pool that snapshots of states may take when their number is not given."""
 GRAPH_SHARE = 0.25
@@ -43,13 +50,35 @@ LOGITS_COPIES = 2
 
 NEED_LESS = "Lower kv_tokens, max_batch_size, max_context or prefill_tokens, or free memory of the GPU."
 """Remedy where an engine has too little memory."""
+INT64_BYTES = 8
+NUM_PAGE_TABLES = 3
+"""Page tables of all slots on a GPU: of engines with and without drafts, and the copy that a cycle reads."""
 
 
 class Place(NamedTuple):
-    """Device of an engine, and its free bytes beside the weights."""
+    """Device of an engine.
+
+    Attributes:
+        device: the device.
+        free: bytes that are free on it beside the weights.
+        total: bytes of a GPU.
+        taken: those of them that this process has, weights and runtime included.
+    """
 
     device: torch.device
     free: int
+    total: int = 0
+    taken: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Place":
+        """The device as it is now. Memory that torch keeps of freed tensors is free."""
+        free = free_memory(device)
+        if device.type != "cuda":
+            return cls(device, free)
+        total = torch.cuda.mem_get_info(device)[1]
+        own = torch.cuda.memory_reserved(device) + int(RUNTIME_BYTES)
+        return cls(device, free, total, min(own, total - free))
 
 
 @dataclass(frozen=True)
@@ -157,7 +186,7 @@ def plan_memory(
     place: Place | None = None,
 ) -> MemoryPlan:
     """Size the pool: as the options say, or for every request of a batch to reach the end of the context, or
-    as much as fits.
+    as much as fits. With ``gpu_memory_utilization`` and a prefix cache it takes all that fits.
 
     Args:
         chooses_shapes: whether the engine will choose among several shapes.
@@ -169,7 +198,9 @@ def plan_memory(
     model = target.config
     weight = target.embed_tokens.weight
     batch = config.max_batch_size
-    device, free = place or Place(weight.device, free_memory(weight.device))
+    place = place or Place.of(weight.device)
+    device = place.device
+    free = place.free
 
     # Bytes of a token in the pool, and windows apart from it.
     width = (KV_DTYPES[config.kv_dtype] or weight.dtype).itemsize
@@ -184,6 +215,7 @@ def plan_memory(
     if device.type != "cpu":  # graphs of every kind are captured at the start
         scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
         scratch += (batch + 1) * MAX_WINDOW * num_bytes(model.vocab_size)
+        scratch += NUM_PAGE_TABLES * (batch + 1) * config.max_pages * INT64_BYTES
 
     # Logits of the target, or of the draft's candidates, which exist once the target's are gone.
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
@@ -233,7 +265,7 @@ def plan_memory(
         free = max(0, free - ngram_log)
         if target.ranks is not None:  # which share the machine's memory
             free //= target.ranks.size
-    room = int(FREE_SHARE[device.type] * free) - needed
+    room = usable_bytes(place._replace(free=free), config) - needed
 
     # Tokens that are given or wanted, and how many graphs leave them their share.
     kv_tokens = config.kv_tokens
@@ -260,14 +292,23 @@ def plan_memory(
     # The pool takes what is given, or what is wanted and fits.
     if kv_tokens is None and room < per_token:
         of_states = f", {states / 1e9:.2f} GB of them for states of recurrent layers" if states else ""
+        of_share = ""
+        if config.gpu_memory_utilization is not None:
+            of_share = f", of which the engine may take {max(0, room + needed) / 1e9:.2f} GB,"
         raise UserError(
-            f"{free / 1e9:.2f} GB are free, and {needed / 1e9:.2f} GB are needed before a token{of_states}.",
-            "Free memory, or lower the batch size or the tokens of a prefill step"
+            f"{free / 1e9:.2f} GB are free{of_share} and {needed / 1e9:.2f} GB are needed before a "
+            f"token{of_states}.",
+            "Free memory, "
+            + ("raise gpu_memory_utilization, " if of_share else "")
+            + "or lower the batch size or the tokens of a prefill step"
             + (" or state_snapshots" if config.state_snapshots else "")
             + (" or the n-gram capacity." if ngram_log else "."),
         )
     if kv_tokens is None:
-        kv_tokens = max(1, min(wanted, room // per_token))
+        takes_all = config.gpu_memory_utilization is not None and config.prefix_cache
+        kv_tokens = max(1, room // per_token)
+        if not takes_all:  # other requests could use nothing of what lies behind
+            kv_tokens = min(kv_tokens, wanted)
     elif kv_tokens * per_token > free - needed:
         raise UserError(
             f"A pool of {kv_tokens} tokens takes {kv_tokens * per_token / 1e9:.1f} GB, and "
@@ -292,6 +333,80 @@ def plan_memory(
         fp8=sum(part.nbytes for layer in layers for part in layer.parameters()),
         prefill=prefill,
     )
+
+
+def usable_bytes(place: Place, config: ResolvedConfig) -> int:
+    """Bytes beside the weights that an engine may take if its pool has no given size; below 0 if the weights
+    alone take more than they may."""
+    share = config.gpu_memory_utilization
+    if share is None:
+        return int(FREE_SHARE[place.device.type] * place.free)
+    return int(min(share * place.total - place.taken, share * place.free))
+
+
+def fit_sizes(
+    plan: Callable[[ResolvedConfig], MemoryPlan],
+    config: ResolvedConfig,
+    *,
+    lowers_batch: bool,
+    lowers_context: bool,
+) -> ResolvedConfig:
+    """Lower the batch and the context of options to what the memory holds.
+
+    The batch gets the largest of its sizes for which the pool holds :data:`TOKENS_OF_REQUEST` tokens for each
+    request, or a whole context if that is shorter. A batch of the default size of other engines needs a plan
+    only. The context is the longest that the pool holds beside what prompts of its length need, of halves
+    down to the default of other engines.
+
+    Args:
+        plan: makes the memory plan of such options.
+        lowers_batch, lowers_context: whether the batch and the context may be lowered.
+
+    Raises:
+        UserError: not even the smallest sizes fit.
+    """
+    sizes = list(config.batch_sizes) if lowers_batch else [config.max_batch_size]
+    contexts = _halved(config.max_context) if lowers_context else [config.max_context]
+    enough = min(DEFAULT_BATCH_SIZE, sizes[-1])
+
+    def is_too_large(size: int, context: int) -> bool:
+        """Whether the pool lacks tokens of some requests."""
+        try:
+            fitted = config.replace(max_context=context).with_batch_size(size)
+            num_tokens = plan(fitted).kv_tokens
+        except UserError:
+            return True
+        return size > enough and num_tokens < size * min(TOKENS_OF_REQUEST, context)
+
+    # What fits in no smaller size is refused with its sentences.
+    best = config.replace(max_context=contexts[-1]).with_batch_size(sizes[0])
+    plan(best)
+
+    # Enough requests come before a longer context. What is planned for a long context shortens the pool, so
+    # a half of it may reach further.
+    best_key = (False, 0)
+    for context in contexts:
+        if context <= best_key[1]:
+            break
+        num_fitting = bisect(sizes, False, key=partial(is_too_large, context=context))
+        if not num_fitting:
+            continue
+        fitted = config.replace(max_context=context).with_batch_size(sizes[num_fitting - 1])
+        reach = min(context, plan(fitted).kv_tokens)
+        key = (fitted.max_batch_size >= enough, reach)
+        if key > best_key:
+            best_key = key
+            # Page tables need not be longer than the pool.
+            best = fitted.replace(max_context=max(2, reach)) if lowers_context else fitted
+    return best
+
+
+def _halved(context: int) -> list[int]:
+    """``context``, its half and so on, down to the default of engines that do not take a whole GPU."""
+    contexts = [context]
+    while contexts[-1] > DEFAULT_MAX_CONTEXT:
+        contexts.append(max(contexts[-1] // 2, DEFAULT_MAX_CONTEXT))
+    return contexts
 
 
 def _waits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> bool:

@@ -7,13 +7,15 @@ is planned: where ranks share key-value heads it may be any, else it is the last
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 
+from eagle_kit.autotune.shapes import MOST_STEPS
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import RUNTIME_BYTES, Gpu
@@ -21,8 +23,8 @@ from eagle_kit.distributed.collectives import Share
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.choose_drafter import drafter_class
 from eagle_kit.engine.load_draft import load_draft_model
-from eagle_kit.engine.memory.engine_memory import FREE_SHARE, MemoryPlan, Place, plan_memory
-from eagle_kit.engine.options import draft_in_target, dtype_of
+from eagle_kit.engine.memory.engine_memory import MemoryPlan, Place, fit_sizes, plan_memory, usable_bytes
+from eagle_kit.engine.options import context_of_pool, draft_in_target, dtype_of
 from eagle_kit.models.blocks.moe import Experts, FP8Experts
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.bridge.load import empty_bridged
@@ -60,8 +62,9 @@ class RankPlan:
         sharding: what it has.
         target: its model, on the meta device.
         draft: on the meta device.
-        config: of its engine.
+        config: of its engine, before a GPU's memory lowers its sizes.
         chooses_shapes: whether the engine chooses among several shapes.
+        lowers_batch, lowers_context: whether memory decides the batch and the context.
     """
 
     sharding: Sharding
@@ -69,6 +72,8 @@ class RankPlan:
     draft: DraftModel | None
     config: ResolvedConfig
     chooses_shapes: bool
+    lowers_batch: bool
+    lowers_context: bool
 
     @cached_property
     def weights(self) -> dict[str, int]:
@@ -83,14 +88,43 @@ class RankPlan:
     @cached_property
     def all_weights(self) -> int:
         """Bytes of the weights of target and draft."""
-        return self._plan(Place(GPU, 10**15)).weights
+        return self._plan(Place(GPU, 10**15, 10**15), self.config).weights
 
     def on(self, gpu: Gpu) -> MemoryPlan | None:
         """Its memory on a GPU; None where it does not fit."""
-        try:
-            return self._plan(Place(GPU, self.free(gpu)))
-        except UserError:
+        config = self.config_on(gpu)
+        return None if config is None else self._plan(self._place(gpu), config)
+
+    def config_on(self, gpu: Gpu) -> ResolvedConfig | None:
+        """Options of its engine on a GPU, with the batch and the context that the memory holds; None where it
+        does not fit."""
+        if gpu not in self._configs:
+            plan = partial(self._plan, self._place(gpu))
+            found: ResolvedConfig | None = None
+            with suppress(UserError):
+                found = fit_sizes(
+                    plan,
+                    self.config,
+                    lowers_batch=self.lowers_batch,
+                    lowers_context=self.lowers_context,
+                )
+                plan(found)
+            self._configs[gpu] = found
+        return self._configs[gpu]
+
+    @cached_property
+    def _configs(self) -> dict[Gpu, ResolvedConfig | None]:
+        """What :meth:`config_on` has found."""
+        return {}
+
+    def sizes_on(self, gpu: Gpu) -> ResolvedConfig | None:
+        """Options of its engine on a GPU, with the sizes of its pool too; None where it does not fit."""
+        config = self.config_on(gpu)
+        if config is None:
             return None
+        config = config.replace(**self._plan(self._place(gpu), config).sizes)
+        steps = 0 if self.draft is None else MOST_STEPS
+        return config.replace(max_context=min(config.max_context, context_of_pool(config, steps)))
 
     def free(self, gpu: Gpu) -> int:
         """Bytes that are free beside the weights and the runtime."""
@@ -102,13 +136,18 @@ class RankPlan:
         if plan is None:
             return 0
         needed = plan.scratch + plan.logits + plan.activations + plan.states + plan.graphs.bytes
-        room = FREE_SHARE[GPU.type] * self.free(gpu) - needed
-        return max(0, int(room) // plan.bytes_per_token)
+        room = usable_bytes(self._place(gpu), self.config) - needed
+        return max(0, room // plan.bytes_per_token)
 
-    def _plan(self, place: Place) -> MemoryPlan:
-        return plan_memory(
-            self.target, self.draft, self.config, chooses_shapes=self.chooses_shapes, place=place
-        )
+    def _place(self, gpu: Gpu) -> Place:
+        """A GPU with the weights and the runtime in its memory."""
+        free = self.free(gpu)
+        total = int(gpu.memory)
+        return Place(GPU, free, total, total - free)
+
+    def _plan(self, place: Place, config: ResolvedConfig) -> MemoryPlan:
+        """Its memory in an engine with these options. Raises UserError where it does not fit."""
+        return plan_memory(self.target, self.draft, config, chooses_shapes=self.chooses_shapes, place=place)
 
 
 @dataclass(frozen=True)
@@ -172,7 +211,16 @@ class Planner:
             options = options.replace(shape=kind.default_shape(draft, self.config.model_type))
         config = options.resolve(on_gpu=True, max_positions=self.config.max_position_embeddings)
         chooses = self.options.has_auto_shape and draft is not None
-        return RankPlan(sharding, target, draft, config, chooses)
+        takes_gpu = options.gpu_memory_utilization is not None
+        return RankPlan(
+            sharding,
+            target,
+            draft,
+            config,
+            chooses,
+            lowers_batch=takes_gpu and options.max_batch_size is None,
+            lowers_context=takes_gpu and options.max_context is None,
+        )
 
     def _check_bridged(self, config: BridgedConfig, size: int) -> None:
         """Raise UserError for what the layers of transformers cannot do."""

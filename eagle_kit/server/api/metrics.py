@@ -222,8 +222,13 @@ class _EngineCollector:
                 totals.num_compilations,
             ),
             (
+                "steps_in_parts",
+                "Steps for which the GPU had too little memory, so that they were run in parts.",
+                totals.num_steps_in_parts,
+            ),
+            (
                 "steps_out_of_memory",
-                "Steps for which the GPU had too little memory.",
+                "Steps that ended all requests, because the GPU had too little memory for parts too.",
                 totals.num_out_of_memory,
             ),
             ("spec_decode_num_drafts", "Verifications of at least one draft token.", totals.num_drafts),

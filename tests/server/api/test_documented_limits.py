@@ -5,14 +5,22 @@ from pathlib import Path
 import pytest
 
 from eagle_kit.cli.serve import SHAPE_DEFAULTS
-from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.engine import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_MAX_CONTEXT,
+    SERVER_BATCH_SIZE,
+    SERVER_UTILIZATION,
+    EngineConfig,
+)
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_SALT_CHARS
 from eagle_kit.data.chat.arguments import MOST_NUMBER, MOST_PRODUCT
 from eagle_kit.distributed.collectives import START_TIMEOUT
 from eagle_kit.engine import scheduler
+from eagle_kit.engine.engine import WEIGHTS_COST
 from eagle_kit.engine.grammar import bad_words, compiler, schema_rules
 from eagle_kit.engine.graphs import cpu_graph
+from eagle_kit.engine.memory.engine_memory import TOKENS_OF_REQUEST
 from eagle_kit.server.api import body, connection, errors, params, service
 from eagle_kit.server.api.documented import MEANINGS
 from eagle_kit.server.api.metrics import PREFIX, Metrics
@@ -46,6 +54,7 @@ STATED = {
         f"one over {SERVER.max_body_bytes >> 20} MiB",
         f"{body.NUM_BODIES * SERVER.max_body_bytes >> 20} MiB, and",
         f"more than {body.MAX_PARTS[b'[']:,} times `[`, `{{` or `:`, or {body.MAX_PARTS[b',']:,} commas",
+        f"`--max-queued-requests` ({SERVER.max_queued}); more: 503",
         f"above 2^{params.MAX_REQUEST_LOGPROBS.bit_length() - 1}: 400",
         f"numbers above 2^{MOST_NUMBER.bit_length() - 1},",
         f"above 2^{MOST_PRODUCT.bit_length() - 1} = m n",
@@ -58,7 +67,10 @@ STATED = {
         f"at most 2^{params.MAX_REQUEST_LOGPROBS.bit_length() - 1} log-probabilities",
     ],
     "serve-a-model": [
-        f"responses decoded together ({ENGINE.max_batch_size})",
+        f"responses decoded together ({DEFAULT_BATCH_SIZE}; on a GPU up to {SERVER_BATCH_SIZE})",
+        f"share of a GPU that the server takes ({SERVER_UTILIZATION:g})",
+        f"tokens of prompt and response ({DEFAULT_MAX_CONTEXT};",
+        f"less than {TOKENS_OF_REQUEST:,} tokens for each request",
         f"responses that may wait ({SERVER.max_queued})",
         f"`--grace-period` seconds ({SERVER.grace_period_s:g})",
         f"at most {cpu_graph.MAX_RECORDINGS} a process",
@@ -72,7 +84,9 @@ STATED = {
         f"a text of 1 to {MAX_SALT_CHARS} characters",
         f"The server keeps {compiler.NUM_COMPILED}.",
         f"pages of `--page-size` tokens ({ENGINE.page_size})",
-        f"`--max-running-requests` ({ENGINE.max_batch_size}) responses",
+        f"`--max-running-requests` ({DEFAULT_BATCH_SIZE}; on a GPU up to {SERVER_BATCH_SIZE}) responses",
+        f"{WEIGHTS_COST['cuda'] // scheduler.MOST_RECOMPUTED} tokens on a GPU",
+        f"at most {scheduler.MOST_QUANTUM_TOKENS}.",
         f"`--max-queued-requests` ({SERVER.max_queued}) more",
         f"a turn of {scheduler.QUANTUM_TOKENS} tokens",
         f"more than {scheduler.SHORT_QUANTUM_TOKENS} of that turn",

@@ -325,7 +325,7 @@ def test_what_goes_together_in_a_chat(change, is_right):
         (COMPLETE, {"echo": True, "logprobs": 1}, "not supported"),
         (COMPLETE, {"prompt": "a" * 400}, "400 tokens"),
         (COMPLETE, {"prompt": ""}, "empty"),
-        (COMPLETE, {"prompt": ["ab"] * 3, "n": 128}, "holds at most"),
+        (COMPLETE, {"prompt": ["ab"] * 33, "n": 128}, "holds at most"),
     ],
 )
 def test_what_cannot_be_done_together_is_explained(server, path, change, words):
