@@ -34,6 +34,7 @@ RANKS = {
     "expert_parallel": "--enable-expert-parallel",
     "data_parallel_attention": "--enable-dp-attention",
     "rank_timeout_s": "--rank-timeout",
+    "load_timeout_s": "--load-timeout",
 }
 
 

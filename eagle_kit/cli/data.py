@@ -26,6 +26,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.flags import ConfigFlags, Flag, FlagsOf, add_options, options_of
 from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.process import expand_segments
 
 if TYPE_CHECKING:
     from eagle_kit.config.train import TemplateVariant, TrainConfig
@@ -667,6 +668,7 @@ def _capture(options: CaptureFlags) -> int:
 
     config = _config(options)
     check_launcher(os.environ, config.training)
+    expand_segments()
     from eagle_kit.datagen.hidden_states.capture import CaptureOptions, OtherEngine, capture
 
     other = None

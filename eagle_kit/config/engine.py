@@ -227,6 +227,9 @@ class EngineConfig(Options):
     rank_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds after which a process of them that does not answer is given up."""
 
+    load_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds in which each of them must have started and loaded its part; more where files come slowly."""
+
     tree: Literal["dynamic", "static"] = "dynamic"
     """Topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's fixed
     tree, whose shape is 5,4,26.

@@ -20,6 +20,12 @@ milliseconds; while another program runs, two threads are then slower than one. 
 lose a third of their speed on a quiet machine. Figures are in docs/results/training-speed.md."""
 IS_OURS = "EAGLE_KIT_SPINCOUNT"
 """Environment variable that marks ``GOMP_SPINCOUNT`` as set by this package, for processes that it starts."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with the settings of torch's allocator for GPUs. torch reads the second one if both are set."""
+NVML = "libnvidia-ml.so.1"
+"""Library of NVIDIA's driver that torch asks how expandable segments can be shared."""
+ALLOCATOR_IS_OURS = "EAGLE_KIT_ALLOC_CONF"
+"""Environment variable that marks ``PYTORCH_ALLOC_CONF`` as set by this package."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's ``prctl``: the signal that a process gets when its parent has ended."""
 _is_late = False
@@ -43,12 +49,35 @@ def limit_spinning() -> None:
     os.environ[IS_OURS] = SPIN_COUNT
 
 
+def expand_segments() -> None:
+    """Let torch's allocator for GPUs use expandable segments, unless the user has set one of
+    ``ALLOCATOR_VARIABLES``. To be called before the import of torch.
+
+    It is for training and capture, whose tensors have another size in every micro-batch, so that segments of
+    fixed sizes fragment. A server's tensors are planned, and memory of expandable segments cannot be shared
+    with other processes by cudaIpcGetMemHandle. Without the library ``NVML`` nothing is set, since torch 2.13
+    would call a null pointer.
+    """
+    if any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return
+    try:
+        ctypes.CDLL(NVML)
+    except OSError:
+        return
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    os.environ[ALLOCATOR_IS_OURS] = "1"
+
+
 def environment_of_others() -> dict[str, str]:
-    """Environment for programs of others, without the variables that :func:`limit_spinning` has set."""
+    """Environment for programs of others, without the variables that :func:`limit_spinning` and
+    :func:`expand_segments` have set."""
     environment = dict(os.environ)
     if IS_OURS in environment:
         environment.pop(IS_OURS)
         environment.pop("GOMP_SPINCOUNT", None)
+    if ALLOCATOR_IS_OURS in environment:
+        environment.pop(ALLOCATOR_IS_OURS)
+        environment.pop("PYTORCH_ALLOC_CONF", None)
     return environment
 
 

@@ -28,7 +28,8 @@ from eagle_kit.ops.cpu.guards import library
 
 FOREVER = timedelta(days=365)
 START_TIMEOUT = timedelta(minutes=30)
-"""Time for all ranks to start and to load their part of the model; some may read more slowly than others."""
+"""Default time for all ranks to start and to load their part of the model; some may read more slowly than
+others."""
 SPIN_S = 200e-6
 """Seconds for which an event of the device is polled without sleep, so that short waits end at once."""
 POLL_S = 20e-6
@@ -68,6 +69,7 @@ class Ranks:
         rank, size: number of this process, and number of processes.
         device: of the tensors.
         timeout_s: seconds after which a process that does not answer counts as lost.
+        start_timeout: time by which processes may call :meth:`all` apart.
 
     Attributes:
         volume: bytes that this rank has given to collectives, by kind (``sum``, ``stack``, ``first``); only
@@ -75,11 +77,19 @@ class Ranks:
         lost: why the group cannot be used any more; None while it can.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        start_timeout: timedelta = START_TIMEOUT,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self.timeout_s = timeout_s
+        self.start_timeout = start_timeout
         self.volume: Counter[str] = Counter()
         self.lost: str | None = None
 
@@ -88,7 +98,7 @@ class Ranks:
         self._data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         # The others wait for a message of rank 0 for as long as it takes: there may be none for days.
         self._control = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
-        self._slow = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
+        self._slow = dist.new_group(backend="gloo", timeout=start_timeout)
         self._one_shot_buffers = self._make_buffers() if device.type == "cuda" else {}
         self.number = next(_numbers)
         _ranks[self.number] = self
@@ -234,9 +244,9 @@ class Ranks:
         return self._broadcast(value)
 
     def all(self, value: Any) -> list[Any]:
-        """``value`` of every rank; ranks may call it up to ``START_TIMEOUT`` apart."""
+        """``value`` of every rank; ranks may call it up to ``start_timeout`` apart."""
         values: list[Any] = [None] * self.size
-        with self._watched(START_TIMEOUT.total_seconds()):
+        with self._watched(self.start_timeout.total_seconds()):
             dist.all_gather_object(values, value, group=self._slow)
         return values
 
@@ -353,14 +363,15 @@ def connect(
     device: torch.device,
     timeout_s: float,
     address: str | None = None,
-    meeting: timedelta = START_TIMEOUT,
+    meeting: timedelta | None = None,
+    start_timeout: timedelta = START_TIMEOUT,
 ) -> Ranks:
     """Join the other processes.
 
     Args:
-        rank, size, device, timeout_s: of :class:`Ranks`.
+        rank, size, device, timeout_s, start_timeout: of :class:`Ranks`.
         address: such as ``tcp://127.0.0.1:29500``; default that of the environment that ``torchrun`` sets.
-        meeting: time within which all processes must have joined.
+        meeting: time within which all processes must have joined; None is ``start_timeout``.
     """
     if not dist.is_initialized():
         dist.init_process_group(
@@ -368,9 +379,9 @@ def connect(
             init_method=address or "env://",
             rank=rank,
             world_size=size,
-            timeout=meeting,
+            timeout=meeting or start_timeout,
         )
-    return Ranks(rank, size, device, timeout_s)
+    return Ranks(rank, size, device, timeout_s, start_timeout)
 
 
 COLLECTIVES = {"all_sum": Ranks._sum, "all_stack": Ranks._stack, "of_first": Ranks._first}

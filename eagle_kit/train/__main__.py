@@ -20,6 +20,7 @@ from eagle_kit.config.loading.shipped import config_files
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.gpus import PLANNED_GPU
+from eagle_kit.core.process import expand_segments
 from eagle_kit.core.switches import disabled_parts
 from eagle_kit.train.parallel.launch import check_launcher, check_local_rank, is_main
 
@@ -111,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     # Train.
+    expand_segments()
     from eagle_kit.train.run.loop import RunOptions, train
 
     run = RunOptions(

@@ -46,6 +46,7 @@ RANKS = {
     "--enable-expert-parallel": ("expert_parallel", True),
     "--enable-dp-attention": ("data_parallel_attention", True),
     "--rank-timeout": ("rank_timeout_s", 7.5),
+    "--load-timeout": ("load_timeout_s", 8.5),
 }
 ENGINE = {
     "--gpu-memory-utilization": ("gpu_memory_utilization", 0.75),

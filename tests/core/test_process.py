@@ -8,7 +8,15 @@ import pytest
 
 from eagle_kit.core import process
 
-VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "EAGLE_KIT_SPINCOUNT")
+VARIABLES = (
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+    "KMP_BLOCKTIME",
+    "EAGLE_KIT_SPINCOUNT",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "EAGLE_KIT_ALLOC_CONF",
+)
 SHOW = "; import os; print(os.environ.get('GOMP_SPINCOUNT'))"
 BUSY = """
 import os, warnings
@@ -46,6 +54,61 @@ def test_programs_of_others_wait_as_they_would_without_us():
     assert run(show, GOMP_SPINCOUNT="7") == "7"
     child = f"import eagle_kit, subprocess, sys; subprocess.run([sys.executable, '-c', {show!r}])"
     assert run(child) == "None", "what our parent set is ours too"
+
+
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory):
+    """Environment in which there is a library of the name of NVIDIA's, without functions."""
+    folder = tmp_path_factory.mktemp("nvml")
+    command = ["gcc", "-shared", "-o", str(folder / "libnvidia-ml.so.1"), "-x", "c", "/dev/null"]
+    subprocess.run(command, check=True)
+    return {"LD_LIBRARY_PATH": str(folder)}
+
+
+WHEN_TORCH_IS_IMPORTED = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("torch", os.environ.get("PYTORCH_ALLOC_CONF"))
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+from eagle_kit.cli.app import main
+main(sys.argv[1:] or {words})
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (["train", "CONFIG"], "expandable_segments:True"),
+        (["data", "capture", "CONFIG", "--out", "states"], "expandable_segments:True"),
+        (["serve", "CONFIG"], "None"),
+    ],
+)
+def test_training_and_capture_expand_segments_before_torch_is_there(words, settings, tmp_path, nvml):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"target: {tmp_path}\noutput_dir: {tmp_path / 'run'}\ndata: {{source: chats.jsonl}}\n")
+    words = [str(config) if word == "CONFIG" else word for word in words]
+    code = WHEN_TORCH_IS_IMPORTED.replace("{words}", repr(words))
+    assert run(code, **nvml).splitlines()[-1] == f"torch {settings}"
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        given = "backend:native" if variable == "PYTORCH_ALLOC_CONF" else "None"
+        assert run(code, **nvml, **{variable: "backend:native"}).splitlines()[-1] == f"torch {given}"
+
+
+def test_segments_stay_as_they_are_without_the_library_that_torch_asks(nvml):
+    show = "from eagle_kit.core import process; process.NVML = 'libmissing.so'; process.expand_segments(); "
+    show += "import os; print(os.environ.get('PYTORCH_ALLOC_CONF'))"
+    assert run(show, **nvml) == "None"
+    assert run(show.replace("libmissing.so", "libnvidia-ml.so.1"), **nvml) == "expandable_segments:True"
+
+
+def test_programs_of_others_have_the_allocator_that_the_user_set(nvml):
+    show = "from eagle_kit.core import process; process.expand_segments(); "
+    show += "print(process.environment_of_others().get('PYTORCH_ALLOC_CONF'))"
+    assert run(show, **nvml) == "None"
+    assert run(show, **nvml, PYTORCH_ALLOC_CONF="backend:native") == "backend:native"
 
 
 @pytest.mark.parametrize(("imports", "is_late"), [("torch, eagle_kit", True), ("eagle_kit, torch", False)])

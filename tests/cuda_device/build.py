@@ -57,6 +57,9 @@ LIBRARIES = (
     Library("libcublasLt.so.13", "cublas.c", 15, ("-DIS_CUBLAS_LT",)),
     Library("libcuda.so.1", "driver.c", 801),
 )
+NVML = "libnvidia-ml.so.1"
+"""Built beside the others, and in front where EAGLE_KIT_DEVICE_NVML is set. It has no other names than its
+bodies'."""
 
 
 def build() -> Path:
@@ -68,6 +71,7 @@ def build() -> Path:
             _build(library, folder)
         _link_without_version(folder / "libcuda.so.1", folder / "libcuda.so")
         _build_poison(folder)
+        _build_nvml(folder)
         (folder / "complete").touch()
     return folder
 
@@ -94,6 +98,13 @@ def _build_poison(folder: Path) -> None:
     includes = [f"-I{path}" for path in INCLUDES]
     _run(["g++", *POISON_OPTIONS, *includes, str(NATIVE / "poison.cpp"), *POISON_LIBRARIES, "-o", str(made)])
     made.replace(folder / POISON)
+
+
+def _build_nvml(folder: Path) -> None:
+    made = folder / f"{NVML}.{os.getpid()}"
+    linked = ["-shared", f"-Wl,-soname,{NVML}"]
+    _run(["gcc", *OPTIONS, *linked, str(NATIVE / "nvml.c"), "-o", str(made)])
+    made.replace(folder / NVML)
 
 
 def _build(library: Library, folder: Path) -> None:

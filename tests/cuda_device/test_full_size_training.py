@@ -7,15 +7,18 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.gpus import RUNTIME_BYTES
 from eagle_kit.datagen.hidden_states import capture as captures
 from eagle_kit.datagen.hidden_states.capture import CaptureOptions, capture
+from eagle_kit.train.parallel.placement import load_placed
 from eagle_kit.train.plan.costs import ProcessLayout, RunCosts
 from eagle_kit.train.plan.estimate import RunEstimate
 from eagle_kit.train.run import loop
@@ -24,7 +27,9 @@ from eagle_kit.train.run.new_head import head_architecture
 from eagle_kit.train.run.setup import TrainingComponents
 from tests.cuda_device.device import memory_of
 from tests.cuda_device.engines import made_up_results
-from tests.cuda_device.full_size import GB, Measured, measured
+from tests.cuda_device.full_size import DEVICE, GB, Measured, measured
+from tests.cuda_device.published import publish
+from tests.cuda_device.ranks import first_of
 from tests.cuda_device.recipes import recipe, unsaved
 
 pytestmark = pytest.mark.usefixtures("memory_of_its_own")
@@ -65,6 +70,28 @@ def test_steps_of_a_recipe_take_what_is_planned(name, tmp_path, record_property)
     """Rows are full of responses; of blocks, as many anchors are drawn as the recipe says."""
     memory = 141 * GB if "30b" in name else 80 * GB
     run(recipe(name, tmp_path, "validation.every=0"), memory).check(record_property)
+
+
+def private_bytes() -> int:
+    """Bytes of main memory of this process that are no pages of a file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
+@pytest.mark.nightly
+def test_one_process_of_eight_loads_its_shards_of_a_70b_target(tmp_path, record_property):
+    """An eighth of the layers and both ends on the GPU, and next to nothing in main memory: it took 89 GB."""
+    folder = publish("meta-llama/Llama-3.3-70B-Instruct", tmp_path / "target")
+    process: Any = SimpleNamespace(process_index=0, is_local_main_process=True, device=DEVICE)
+    with memory_of(80 * GB), unsaved(), first_of(8), measured() as found:
+        before = private_bytes()
+        target = load_placed(folder, "fsdp", process, torch.bfloat16)
+        assert private_bytes() - before < 1 * GB
+        layers = sum(weight.numel() for weight in target.layers.parameters() if weight.ndim > 1)
+        ends = target.embed_tokens.weight.numel() + target.lm_head.weight.numel()
+        assert 70 * GB < layers + ends < 71 * GB
+        found.planned = 2 * (layers / 8 + ends)
+    found.check(record_property)
 
 
 @pytest.mark.nightly

@@ -148,8 +148,8 @@ def load_slowly(ranks, raised):
             assert time.monotonic() < last
             time.sleep(0.02)
         return None
-    collectives.START_TIMEOUT = timedelta(seconds=1)
-    distributed_c10d._set_pg_timeout(collectives.START_TIMEOUT, ranks._slow)
+    ranks.start_timeout = timedelta(seconds=1)
+    distributed_c10d._set_pg_timeout(ranks.start_timeout, ranks._slow)
     try:
         with pytest.raises(RankLost) as error:
             ranks.all(None)

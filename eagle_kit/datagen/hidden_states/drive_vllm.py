@@ -1,6 +1,5 @@
 """Hidden states by vLLM, which runs in an environment of its own."""
 
-import os
 import subprocess
 import sys
 from collections import deque
@@ -10,7 +9,7 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_json_atomically
-from eagle_kit.core.process import end_with_parent
+from eagle_kit.core.process import end_with_parent, environment_of_others
 
 WORKER = Path(__file__).parent / "worker" / "eagle_kit_vllm.py"
 LAST_LINES = 12
@@ -72,7 +71,7 @@ def compute_states(
             stderr=subprocess.STDOUT,
             text=True,
             preexec_fn=end_with_parent(),
-            env={**os.environ, "PYTHONPATH": str(WORKER.parent)},
+            env={**environment_of_others(), "PYTHONPATH": str(WORKER.parent)},
         )
     except OSError as error:
         raise UserError(

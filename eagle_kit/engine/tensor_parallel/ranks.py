@@ -27,7 +27,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.process import num_cores
-from eagle_kit.distributed.collectives import START_TIMEOUT, Ranks, connect
+from eagle_kit.distributed.collectives import Ranks, connect
 from eagle_kit.distributed.heartbeat import Heartbeat, launched_store
 from eagle_kit.engine.options import devices_of
 
@@ -324,7 +324,9 @@ def _join_as_worker(config: EngineConfig, worker: WorkerArgs) -> RankGroup:
     size = config.tensor_parallel
     device = _take_device(config, worker.rank, size)
     address = worker.announce()
-    return RankGroup(connect(worker.rank, size, device, config.rank_timeout_s, address, CONNECT_TIMEOUT))
+    start_timeout = timedelta(seconds=config.load_timeout_s)
+    ranks = connect(worker.rank, size, device, config.rank_timeout_s, address, CONNECT_TIMEOUT, start_timeout)
+    return RankGroup(ranks)
 
 
 def _join_launched(config: EngineConfig, rank: int) -> RankGroup:
@@ -345,7 +347,8 @@ def _join_launched(config: EngineConfig, rank: int) -> RankGroup:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         device = _take_device(config, local_rank, local_size)
 
-    ranks = connect(rank, size, device, config.rank_timeout_s)
+    start_timeout = timedelta(seconds=config.load_timeout_s)
+    ranks = connect(rank, size, device, config.rank_timeout_s, start_timeout=start_timeout)
     if device.type == "cuda":
         _check_distinct_gpus(ranks, device)
 
@@ -377,7 +380,10 @@ def _start_and_join(target: Path, draft: Any, config: EngineConfig) -> RankGroup
     # Connect; where that fails, leave nothing behind.
     try:
         _wait_for_workers(worker, workers)
-        ranks = connect(0, size, device, config.rank_timeout_s, worker.announce(), CONNECT_TIMEOUT)
+        start_timeout = timedelta(seconds=config.load_timeout_s)
+        ranks = connect(
+            0, size, device, config.rank_timeout_s, worker.announce(), CONNECT_TIMEOUT, start_timeout
+        )
     except BaseException as error:
         is_failure = isinstance(error, RuntimeError)
         message = workers.exit_message(EXIT_REPORT_S if is_failure else 0.0)
@@ -396,7 +402,7 @@ def _start_and_join(target: Path, draft: Any, config: EngineConfig) -> RankGroup
 
 def _wait_for_workers(worker: WorkerArgs, workers: WorkerProcesses) -> None:
     """Wait until all workers have announced themselves. Raise RankLost if one ends or does not in time."""
-    deadline = time.monotonic() + START_TIMEOUT.total_seconds()
+    deadline = time.monotonic() + worker.config.load_timeout_s
     while True:
         missing = worker.missing_ranks()
         if not missing:

@@ -52,6 +52,20 @@ class _Checkpoint(NamedTuple):
     folder: Path
 
 
+class _Weight(NamedTuple):
+    """A parameter that has no values yet.
+
+    Attributes:
+        name: its name in the model.
+        parameter: the parameter, on the meta device.
+        tensors: arranged published tensors of its layer, which are removed as they are read.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    tensors: dict[str, torch.Tensor]
+
+
 def load_spread(
     folder: Path,
     dtype: torch.dtype,
@@ -82,12 +96,13 @@ def load_spread(
         model.place_layers([*layer_devices, devices[0]])
 
     # Its weights.
-    for name, parameter, tensors in _parameters(checkpoint):
+    for weight in _weights(checkpoint):
         device = devices[0]
-        if name.startswith("layers."):
-            device = layer_devices[int(name.split(".")[1])]
-        value = _read_rows(checkpoint, tensors, name, range(len(parameter)), dtype, device)
-        set_parameter(model, name, value.view(parameter.shape))
+        if weight.name.startswith("layers."):
+            device = layer_devices[int(weight.name.split(".")[1])]
+        shape = weight.parameter.shape
+        value = _read_rows(checkpoint, weight, range(shape[0]), dtype, device)
+        set_parameter(model, weight.name, value.view(shape))
     return _finished(checkpoint, devices[0])
 
 
@@ -113,23 +128,24 @@ def load_sharded(folder: Path, dtype: torch.dtype, mesh: "DeviceMesh", device: t
     shard_layers(model, mesh)
 
     # Values of this process's rows; of what is not sharded, all of them.
-    for name, parameter, tensors in _parameters(checkpoint):
-        num_rows = len(parameter)
+    for weight in _weights(checkpoint):
+        parameter = weight.parameter
+        shape = parameter.shape
         if not isinstance(parameter, DTensor):
-            value = _read_rows(checkpoint, tensors, name, range(num_rows), dtype, device)
-            set_parameter(model, name, value.view(parameter.shape))
+            value = _read_rows(checkpoint, weight, range(shape[0]), dtype, device)
+            set_parameter(model, weight.name, value.view(shape))
             continue
-        rows = shard_rows(num_rows, mesh.get_local_rank(), mesh.size())
-        local = _read_rows(checkpoint, tensors, name, rows, dtype, device)
+        rows = shard_rows(shape[0], mesh.get_local_rank(), mesh.size())
+        local = _read_rows(checkpoint, weight, rows, dtype, device)
         shard = DTensor.from_local(
-            local.view(len(rows), *parameter.shape[1:]),
+            local.view(len(rows), *shape[1:]),
             mesh,
             parameter.placements,
             run_check=False,
-            shape=parameter.shape,
+            shape=shape,
             stride=parameter.stride(),
         )
-        set_parameter(model, name, shard)
+        set_parameter(model, weight.name, shard)
     return _finished(checkpoint, device)
 
 
@@ -194,11 +210,8 @@ def _open(folder: Path) -> _Checkpoint:
     return _Checkpoint(model, config, parts, tensors, layout, folder)
 
 
-def _parameters(
-    checkpoint: _Checkpoint,
-) -> Iterator[tuple[str, torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Parameters of the model that are on the meta device, with a progress bar: name, parameter, and arranged
-    tensors of its layer, which may be removed as they are used."""
+def _weights(checkpoint: _Checkpoint) -> Iterator[_Weight]:
+    """Parameters of the model that are on the meta device, with a progress bar."""
     arrangement = arrangement_of(checkpoint.config)
     arranged: dict[str, dict[str, torch.Tensor]] = {}
     missing = [(name, each) for name, each in checkpoint.model.named_parameters() if each.is_meta]
@@ -208,13 +221,12 @@ def _parameters(
             group = checkpoint.tensors.pop(prefix)
             arrangement.arrange(group, checkpoint.config, checkpoint.layout)
             arranged[prefix] = group
-        yield name, parameter, arranged[prefix]
+        yield _Weight(name, parameter, arranged[prefix])
 
 
 def _read_rows(
     checkpoint: _Checkpoint,
-    tensors: dict[str, torch.Tensor],
-    name: str,
+    weight: _Weight,
     rows: range,
     dtype: torch.dtype,
     device: torch.device,
@@ -222,8 +234,7 @@ def _read_rows(
     """Read rows of a parameter, from the published tensors that it is stacked from.
 
     Args:
-        tensors: published tensors. Those of the parameter are removed.
-        name: name of the parameter.
+        weight: the parameter. Its tensors are removed.
         rows: indices of its first dimension.
         dtype: dtype of the model.
         device: device of the result.
@@ -231,12 +242,11 @@ def _read_rows(
     Returns:
         The rows, end to end in dimensions that are those of the published tensors.
     """
-    parts = checkpoint.parts[name]
-    parameter_dtype = dtype_of(checkpoint.model, name, dtype)
+    parts = checkpoint.parts[weight.name]
+    parameter_dtype = dtype_of(checkpoint.model, weight.name, dtype)
 
     # One index of the parameter is one row of the published tensors, or all rows of an expert.
-    num_indices = len(checkpoint.model.get_parameter(name))
-    rows_per_index = sum(part.shape[0] for part in parts) // num_indices
+    rows_per_index = sum(part.shape[0] for part in parts) // weight.parameter.shape[0]
     first = rows.start * rows_per_index
     last = rows.stop * rows_per_index
 
@@ -248,7 +258,7 @@ def _read_rows(
         stop = min(last - offset, part.shape[0])
         offset += part.shape[0]
         wanted = range(start, max(start, stop))
-        piece = take_rows(tensors, part.name, wanted, parameter_dtype, checkpoint.layout)
+        piece = take_rows(weight.tensors, part.name, wanted, parameter_dtype, checkpoint.layout)
         if wanted or len(parts) == 1:
             pieces.append(piece.to(device))
     if not pieces:

@@ -8,6 +8,7 @@ from torch import nn
 
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.objective.target_features import TargetFeatures
 from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.train.optim.optimizer import check_moments, make_optimizer, set_learning_rate
 from eagle_kit.train.optim.strategy import Strategy, copy_head
@@ -33,6 +34,14 @@ class FullySharded(Strategy):
         self.module = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         self.optimizer = make_optimizer(self.head, training)
         self.parameters = [p for p in self.head.parameters() if p.requires_grad]
+
+    def _prepare(self, inputs: TargetFeatures, last: bool) -> None:
+        """Sum the gradients over the processes in the last backward pass of a step alone.
+
+        Until then each process holds the whole gradient of its own rows, as at the end of every backward
+        pass of this one unit.
+        """
+        self.module.set_requires_gradient_sync(last)
 
     def update(self, learning_rate: float, clip_norm: float | None) -> float:
         """See :meth:`Strategy.update`."""

@@ -1,6 +1,8 @@
 """DeepSpeed's ZeRO, stages 1 to 3 (arXiv 1910.02054): shards of moments, of gradients too, or of weights too.
 
-Weights and moments are fp32. A run in bfloat16 casts inside the module, as with other strategies.
+Weights and moments are fp32. A run in bfloat16 casts inside the module, as with other strategies. Stage 1
+sums gradients over the processes once a step. Stages 2 and 3 do so in every backward pass, since DeepSpeed
+keeps no whole gradient there.
 """
 
 import math

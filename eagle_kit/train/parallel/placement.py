@@ -127,6 +127,7 @@ def load_cut(
         accelerator.num_processes,
         accelerator.device,
         PATIENCE.total_seconds(),
+        PATIENCE,
     )
     try:
         return load_share(folder, ranks, dtype, accelerator.device)

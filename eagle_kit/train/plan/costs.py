@@ -167,11 +167,12 @@ class ProcessLayout:
         """Bytes per weight of the head: weight, gradient and two moments, in fp32.
 
         ZeRO has a second fp32 copy of the weights, in shards. FSDP2 and ZeRO-3 gather the weights, 4 bytes
-        each, for a step.
+        each, for a step. FSDP2 sums gradients in the last backward pass of a step, and has a whole gradient
+        until then.
         """
         by_sharding = {
             "none": 16.0,
-            "fsdp2": 4.0 + 16.0 / self.num_processes,
+            "fsdp2": 8.0 + 12.0 / self.num_processes,
             "zero1": 8.0 + 12.0 / self.num_processes,
             "zero2": 8.0 + 12.0 / self.num_processes,
             "zero3": 4.0 + 20.0 / self.num_processes,

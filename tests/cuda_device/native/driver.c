@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -167,6 +168,105 @@ CUresult cuGetErrorString(CUresult error, const char **message) {
 
 CUresult cuGetErrorName(CUresult error, const char **name) {
     *name = cudaGetErrorName((cudaError_t)error);
+    return CUDA_SUCCESS;
+}
+
+/* ---- Virtual memory (expandable segments of torch's allocator) --------------------------------------------------------- */
+
+#define GRANULE (2ul << 20)
+
+/* Memory of a device, which is in use until it was released and every mapping of it has ended. */
+typedef struct Memory {
+    int device;
+    size_t size;
+    int uses;
+} Memory;
+
+/* Where memory is mapped. */
+typedef struct Mapping {
+    char *start;
+    Memory *memory;
+    struct Mapping *next;
+} Mapping;
+
+static Mapping *mappings;
+static pthread_mutex_t mappings_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void end_use(Memory *memory) {
+    if (__atomic_sub_fetch(&memory->uses, 1, __ATOMIC_SEQ_CST)) return;
+    device_return_memory(memory->device, memory->size);
+    free(memory);
+}
+
+CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *properties,
+                                       CUmemAllocationGranularity_flags option) {
+    *granularity = GRANULE;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wanted,
+                             unsigned long long flags) {
+    *address = (CUdeviceptr)device_reserve_addresses(size);
+    return *address ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
+    device_free_addresses((void *)address, size);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *properties,
+                     unsigned long long flags) {
+    if (size % GRANULE)
+        return result_of(device_fail(CUDA_ERROR_INVALID_VALUE, "cuMemCreate", "a size between two granules"));
+    int error = device_take_memory(properties->location.id, size, "cuMemCreate");
+    if (error) return result_of(error);
+    Memory *memory = calloc(1, sizeof *memory);
+    *memory = (Memory){.device = properties->location.id, .size = size, .uses = 1};
+    *handle = (CUmemGenericAllocationHandle)memory;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    end_use((Memory *)handle);
+    return CUDA_SUCCESS;
+}
+
+/* The memory is mapped as a whole. Its bytes are there from now on, and not only from cuMemSetAccess on. */
+CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
+                  unsigned long long flags) {
+    Memory *memory = (Memory *)handle;
+    if (offset || size != memory->size)
+        return result_of(device_fail(CUDA_ERROR_INVALID_VALUE, "cuMemMap", "a part of a memory"));
+    Mapping *mapping = malloc(sizeof *mapping);
+    pthread_mutex_lock(&mappings_lock);
+    *mapping = (Mapping){.start = (char *)address, .memory = memory, .next = mappings};
+    mappings = mapping;
+    __atomic_add_fetch(&memory->uses, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&mappings_lock);
+    device_map_memory(memory->device, (void *)address, size);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc *descriptions, size_t count) {
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
+    Mapping *found = NULL;
+    pthread_mutex_lock(&mappings_lock);
+    for (Mapping **link = &mappings; *link; link = &(*link)->next) {
+        if ((*link)->start != (char *)address) continue;
+        found = *link;
+        *link = found->next;
+        break;
+    }
+    pthread_mutex_unlock(&mappings_lock);
+    if (!found || found->memory->size != size)
+        return result_of(device_fail(CUDA_ERROR_INVALID_VALUE, "cuMemUnmap", "nothing of this size is mapped there"));
+    device_unmap_memory((void *)address);
+    end_use(found->memory);
+    free(found);
     return CUDA_SUCCESS;
 }
 

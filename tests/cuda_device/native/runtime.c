@@ -738,7 +738,7 @@ int device_take_memory(int number, size_t size, const char *call) {
     if (!fits) {
         device_count(COUNT_out_of_memory, 1);
         add_entry(LOG_OUT_OF_MEMORY, cudaErrorMemoryAllocation, call, detail);
-        return answer(cudaErrorMemoryAllocation);
+        return cudaErrorMemoryAllocation; /* the driver's errors are not the last one of the runtime */
     }
     device_count(COUNT_device_allocations, 1);
     device_note(LOG_ALLOCATION, call, detail);
@@ -1504,6 +1504,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     case cudaDevAttrPageableMemoryAccess: *value = 0; break;
     case cudaDevAttrMemoryPoolsSupported: *value = 0; break;
     case 102: *value = 0; break; /* CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
+    case 110: *value = 0; break; /* CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
+    case 128: *value = 0; break; /* CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED */
     case 132: *value = 0; break; /* CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED */
     default: {
         char detail[64];

@@ -69,8 +69,8 @@ def launch(monkeypatch):
         monkeypatch.setattr(torch.cuda, "set_device", seen.taken.append)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[1]))
 
-        def connect(rank, size, device, timeout_s):
-            seen.timeouts.append(timeout_s)
+        def connect(rank, size, device, timeout_s, start_timeout):
+            seen.timeouts += [timeout_s, start_timeout.total_seconds()]
             return Others()
 
         monkeypatch.setattr(ranks_module, "connect", connect)
@@ -98,8 +98,9 @@ def test_a_process_that_is_shown_one_gpu_has_that(folder, launch):
 
 def test_a_group_waits_for_its_ranks_as_long_as_was_asked_for(folder, launch):
     seen = launch(2, "ab")
-    join_ranks(folder, None, EngineConfig(tensor_parallel=2, device="cuda", rank_timeout_s=7.0))
-    assert seen.timeouts == [7.0]
+    times = {"rank_timeout_s": 7.0, "load_timeout_s": 9.0}
+    join_ranks(folder, None, EngineConfig(tensor_parallel=2, device="cuda", **times))
+    assert seen.timeouts == [7.0, 9.0]
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])

@@ -15,7 +15,6 @@ from eagle_kit.config.engine import (
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_SALT_CHARS
 from eagle_kit.data.chat.arguments import MOST_NUMBER, MOST_PRODUCT
-from eagle_kit.distributed.collectives import START_TIMEOUT
 from eagle_kit.engine import scheduler
 from eagle_kit.engine.engine import WEIGHTS_COST
 from eagle_kit.engine.grammar import bad_words, compiler, schema_rules
@@ -77,7 +76,7 @@ STATED = {
     ],
     "serve-on-many-machines": [
         f"after `--rank-timeout` ({ENGINE.rank_timeout_s:g}) seconds",
-        f"the limit is {START_TIMEOUT.total_seconds():,.0f} seconds",
+        f"the limit is `--load-timeout` ({ENGINE.load_timeout_s:,.0f}) seconds",
         f"after {STUCK_S:g} seconds, and ends {NOTIFY_S:g} later",
     ],
     "share-a-server": [

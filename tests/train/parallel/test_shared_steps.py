@@ -120,6 +120,36 @@ def train_tiny(ranks: Any, normalisation: str, sharding: str = "none") -> Traine
     return Trained(results, after, weights, moments, goes_on)
 
 
+def sums_of_a_step(ranks: Any, sharding: str, forwards: int) -> dict[str, int]:
+    """How often each collective that sums is called in the second step of this process, by its name in the
+    profiler. A step has two rows of a process in ``forwards`` forwards."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    training = TrainingConfig(
+        ttt_length=3,
+        sequences_per_step=4,
+        gradient_accumulation=forwards,
+        max_steps=NUM_STEPS,
+        precision="float32",
+    )
+    config = TrainConfig(
+        target="tiny", output_dir="unused", data=DataConfig(source="unused"), training=training
+    )
+    accelerator = make_accelerator(config)
+    target = tiny_target()
+    data = make_data()
+    components = TrainingComponents(target, Path(), "", None, data)  # type: ignore[arg-type]
+    schedule = Schedule.from_config(training, len(data))
+    stepper = Stepper(config, accelerator, components, tiny_head(target), schedule, sharding=sharding)
+    state = TrainState()
+    stepper.step(state)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        stepper.step(state)
+    stepper.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return {event.key: event.count for event in profile.key_averages() if "reduce" in event.key}
+
+
 def check_offloading(engine: Any) -> None:
     """Assert that DeepSpeed offloads what its file says."""
     zero = json.loads(Path(os.environ[FILE]).read_text())["zero_optimization"]
@@ -185,6 +215,17 @@ def test_two_processes_take_the_steps_of_one_by_files_of_deepspeed_s(
     assert first.keys() == files.keys()
     for name in files:
         check_same([first[name], second[name]], alone)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_gradients_are_summed_over_processes_once_a_step(sharding: str) -> None:
+    """As often with two forwards as with one. FSDP2 has one group of parameters."""
+    single, several = (
+        run_ranks(2, sums_of_a_step, sharding, forwards, processes=FORK_SERVER)[0] for forwards in (1, 2)
+    )
+    assert several == single
+    scattered = sum(count for name, count in single.items() if name.startswith("c10d::_reduce_scatter"))
+    assert scattered == (1 if sharding == "fsdp2" else 0), single
 
 
 def check_same(both: list[Trained], alone: Trained) -> None:
