@@ -82,6 +82,10 @@ class CycleGraphs(Protocol):
     def num_captures(self) -> int:
         """Number of graphs that have been made, dropped ones included."""
 
+    @property
+    def num_eager_runs(self) -> int:
+        """Number of runs of bodies that have no graph for good, while others have one."""
+
     def new_empty(self) -> "CycleGraphs":
         """Return an object of the same class without graphs. It makes one at the first run of each kind."""
 
@@ -199,6 +203,7 @@ class GraphRunner:
         self.mode = mode
         self.num_warm_ups = 0
         self.num_captures = 0
+        self.num_eager_runs = 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[tuple[str, Hashable], Graph] = {}

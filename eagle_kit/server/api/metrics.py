@@ -217,6 +217,11 @@ class _EngineCollector:
                 totals.num_captures,
             ),
             (
+                "runs_without_graph",
+                "Cycles, parts of them and prompts that ran eagerly, because they have no graph for good.",
+                totals.num_eager_runs,
+            ),
+            (
                 "kernels_compiled_in_traffic",
                 "Kernels that Triton compiled, or read from its cache, since the warm-up; requests waited.",
                 totals.num_compilations,
