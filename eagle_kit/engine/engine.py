@@ -70,7 +70,10 @@ class EngineTotals:
         spec: acceptance of the drafts.
         shapes: cycles in each shape.
         num_captures: graphs that were captured, or recorded on a CPU, while requests waited.
+        num_eager_runs: cycles, parts of them and prompts that ran eagerly: they have no graph for good.
         num_compilations: kernels that Triton compiled, or read from its cache, in steps.
+        num_out_of_memory: steps for which the GPU had too little memory in parts too, so that all requests
+            ended.
     """
 
     num_steps: int = 0
@@ -85,7 +88,9 @@ class EngineTotals:
     spec: SpecStats = field(default_factory=SpecStats)
     shapes: Counter[SpecShape] = field(default_factory=Counter)
     num_captures: int = 0
+    num_eager_runs: int = 0
     num_compilations: int = 0
+    num_out_of_memory: int = 0
 
 
 class _End(NamedTuple):
@@ -475,7 +480,8 @@ class Engine:
         if decoding:
             if self._uses_ngram:
                 self._index(decoding)
-            failed |= self._launch_cycle(decoding)
+            with self.ranges("decode"):
+                failed |= self._launch_cycle(decoding)
 
         # Launch prefill behind the cycle, whose results do not wait for prompts.
         if chunks:
@@ -537,8 +543,7 @@ class Engine:
         return failed | self._decode_in_parts(requests[half:], shape)
 
     def _decode(self, requests: list[Request], shape: SpecShape) -> None:
-        with self.ranges("decode"):
-            self._in_flight.append(self.runner.decode(requests, shape, self.ngram))
+        self._in_flight.append(self.runner.decode(requests, shape, self.ngram))
 
     def _launch_prefill(self, chunks: Sequence[Chunk]) -> dict[Request, str]:
         """Launch chunks of prompts -> requests whose chunks could not be computed for lack of memory, each
@@ -686,6 +691,8 @@ class Engine:
         with self.ranges("wait"):
             emitted = results.copy.wait(self.target.ranks)
         now = time.perf_counter()
+        self.totals.num_captures += results.num_captures
+        self.totals.num_eager_runs += results.num_eager_runs
         if not results.is_prefill:
             self._note_cycle(results, now)
 
@@ -810,7 +817,6 @@ class Engine:
         """Count a cycle by its shape. Give the policy its time, if the step did nothing else and no profile
         runs."""
         self.totals.shapes[results.shape] += 1
-        self.totals.num_captures += results.num_captures
         policy = self._policy
         can_time = results.is_steady_state and self.profile is None
         if policy is not None and self._is_timing and can_time:

@@ -89,7 +89,8 @@ class Results(NamedTuple):
         shape: shape of the cycle.
         is_steady_state: False if the cycle included draft backfill or graph capture; its time is not used for
             tuning.
-        num_captures: graphs that the cycle captured, or recorded on a CPU.
+        num_captures: graphs that the cycle or the prefill captured, or recorded on a CPU.
+        num_eager_runs: functions of it that ran eagerly because they have no graph for good.
     """
 
     requests: list[Request]
@@ -100,6 +101,7 @@ class Results(NamedTuple):
     shape: SpecShape = NO_SPECULATION
     is_steady_state: bool = True
     num_captures: int = 0
+    num_eager_runs: int = 0
 
     @property
     def is_prefill(self) -> bool:
@@ -392,8 +394,15 @@ class Runner:
         Returns:
             The first tokens of those requests. For the others, whether all their numbers are finite.
         """
+        num_captures = self.graphs.num_captures
+        num_eager_runs = self.graphs.num_eager_runs
         with self.linear_backends.using():
-            return self._prefill(chunks)
+            first, *others = self._prefill(chunks)
+        first = first._replace(
+            num_captures=self.graphs.num_captures - num_captures,
+            num_eager_runs=self.graphs.num_eager_runs - num_eager_runs,
+        )
+        return [first, *others]
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
         # A step of few rows has a fixed shape.
@@ -631,7 +640,7 @@ class Runner:
             return self._tensor(pack_prompts([], shape, self.slots.dummy))
 
         call = GraphCall(name, key, partial(body, shape=shape), numbers, idle)
-        with self.linear_backends.measuring():
+        with self._ranges(name, shape.rows, "rows"), self.linear_backends.measuring():
             return self.graphs.run(call)
 
     def _run_target_over_prompts(
@@ -714,6 +723,7 @@ class Runner:
         batch = self._batch_of(requests, shape)
         num_warm_ups = self.graphs.num_warm_ups
         num_captures = self.graphs.num_captures
+        num_eager_runs = self.graphs.num_eager_runs
 
         # Bring the draft up to date, as far as this cycle needs it.
         has_backfill = self._prepare_draft(requests, shape)
@@ -753,6 +763,7 @@ class Runner:
             shape=shape,
             is_steady_state=not (has_backfill or has_capture),
             num_captures=self.graphs.num_captures - num_captures,
+            num_eager_runs=self.graphs.num_eager_runs - num_eager_runs,
         )
 
     @contextmanager

@@ -454,6 +454,7 @@ class CpuGraphs:
         self._is_bounded = is_bounded
         self.num_warm_ups = 0
         self.num_captures = 0
+        self.num_eager_runs = 0
 
         # Eager runs by kind and outcome, the least recent first.
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
@@ -480,6 +481,7 @@ class CpuGraphs:
         assert lengths is not None
         kind = (call.name, call.key, tuple(tensor.shape for tensor in leaves(inputs)))
         if kind in self._refused:
+            self.num_eager_runs += 1
             return body(inputs)
 
         # Replay the recording for these lengths, if there is one.

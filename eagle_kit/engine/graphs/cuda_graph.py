@@ -98,6 +98,10 @@ class CycleGraphs(Protocol):
     def num_captures(self) -> int:
         """Number of graphs that have been made, dropped ones included."""
 
+    @property
+    def num_eager_runs(self) -> int:
+        """Number of runs of bodies that have no graph for good, while others have one."""
+
     def new_empty(self) -> "CycleGraphs":
         """Return an object of the same class without graphs. It makes one at the first run of each kind."""
 
@@ -285,6 +289,7 @@ class GraphRunner:
     Attributes:
         node_bytes: device memory that the driver took for the graphs; of ranks, on that which needed most.
         num_captures: number of graphs that have been made, dropped ones included.
+        num_eager_runs: number of runs of calls that have no graph for good.
         num_out_of_memory: number of captures that failed for lack of memory.
     """
 
@@ -292,6 +297,7 @@ class GraphRunner:
         self.mode = mode
         self.num_warm_ups = 0
         self.num_captures = 0
+        self.num_eager_runs = 0
         self.node_bytes = 0
         self.num_out_of_memory = 0
         self._ranks = ranks
@@ -329,6 +335,7 @@ class GraphRunner:
         if graph is None and call.may_capture and key not in self._refused:
             graph = self._add(key, call)
         if graph is None:
+            self.num_eager_runs += 1
             return call.body(call.inputs)
         if graph.last_inputs is not call.inputs:  # else the buffers hold them already
             write(graph.inputs, call.inputs)

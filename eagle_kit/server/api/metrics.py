@@ -217,14 +217,24 @@ class _EngineCollector:
                 totals.num_captures,
             ),
             (
+                "runs_without_graph",
+                "Cycles, parts of them and prompts that ran eagerly, because they have no graph for good.",
+                totals.num_eager_runs,
+            ),
+            (
                 "kernels_compiled_in_traffic",
                 "Kernels that Triton compiled, or read from its cache, since the warm-up; requests waited.",
                 totals.num_compilations,
             ),
             (
-                "steps_out_of_memory",
-                "Steps that the GPU had too little memory for, run in parts.",
+                "steps_in_parts",
+                "Steps for which the GPU had too little memory, so that they were run in parts.",
                 totals.num_steps_in_parts,
+            ),
+            (
+                "steps_out_of_memory",
+                "Steps that ended all requests, because the GPU had too little memory for parts too.",
+                totals.num_out_of_memory,
             ),
             ("spec_decode_num_drafts", "Verifications of at least one draft token.", totals.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens that were verified.", totals.num_draft_tokens),

@@ -110,6 +110,26 @@ def test_recordings_that_requests_wait_for_are_counted(llm):
     assert found["kernels_compiled_in_traffic_total", ()] == found["steps_out_of_memory_total", ()] == 0
 
 
+def test_cycles_that_cannot_be_recorded_are_counted(llm):
+    """A cycle that reads a number on the host has no recording."""
+    engine = llm.engine()
+    run_cycle = engine.runner.run_cycle
+
+    def reading(inputs, settings):
+        emitted = run_cycle(inputs, settings)
+        emitted.tokens.sum().item()
+        return emitted
+
+    engine.runner.run_cycle = reading
+    with serving(llm, engine) as server:
+        body = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        wait_until(lambda: not engine.has_work)
+        found = samples_of(server)
+    assert found["graphs_captured_in_traffic_total", ()] == found["num_graphs", ()] == 0
+    assert 10 < found["runs_without_graph_total", ()] < engine.totals.num_steps
+
+
 def test_a_cpu_has_no_samples_of_a_gpus_memory(scripted):
     with serving(*scripted("abc")) as server:
         text = server.http.get("/metrics").text
