@@ -453,6 +453,8 @@ class CpuGraphs:
         self._record_after = record_after
         self._is_bounded = is_bounded
         self.num_warm_ups = 0
+        self.num_captures = 0
+        self.num_eager_runs = 0
 
         # Eager runs by kind and outcome, the least recent first.
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
@@ -479,6 +481,7 @@ class CpuGraphs:
         assert lengths is not None
         kind = (call.name, call.key, tuple(tensor.shape for tensor in leaves(inputs)))
         if kind in self._refused:
+            self.num_eager_runs += 1
             return body(inputs)
 
         # Replay the recording for these lengths, if there is one.
@@ -519,6 +522,7 @@ class CpuGraphs:
             return outputs
         choices = tuple(condition(lengths_now) for condition in known)
         self._recordings[kind, choices] = recording
+        self.num_captures += 1
         self._note_use((kind, choices))
 
         # Forget engines that are gone, and drop the least recently used recordings of the process.

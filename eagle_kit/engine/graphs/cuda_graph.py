@@ -94,6 +94,14 @@ class CycleGraphs(Protocol):
     def node_bytes(self) -> int:
         """Device memory that the driver took for the graphs, outside of torch's allocator."""
 
+    @property
+    def num_captures(self) -> int:
+        """Number of graphs that have been made, dropped ones included."""
+
+    @property
+    def num_eager_runs(self) -> int:
+        """Number of runs of bodies that have no graph for good, while others have one."""
+
     def new_empty(self) -> "CycleGraphs":
         """Return an object of the same class without graphs. It makes one at the first run of each kind."""
 
@@ -286,6 +294,8 @@ class GraphRunner:
     def __init__(self, mode: GraphMode, ranks: Ranks | None = None) -> None:
         self.mode = mode
         self.num_warm_ups = 0
+        self.num_captures = 0
+        self.num_eager_runs = 0
         self.node_bytes = 0
         self.num_out_of_memory = 0
         self._ranks = ranks
@@ -323,6 +333,7 @@ class GraphRunner:
         if graph is None and call.may_capture and key not in self._refused:
             graph = self._add(key, call)
         if graph is None:
+            self.num_eager_runs += 1
             return call.body(call.inputs)
         if graph.last_inputs is not call.inputs:  # else the buffers hold them already
             write(graph.inputs, call.inputs)
@@ -352,6 +363,7 @@ class GraphRunner:
         failures = [failure for failure, _ in outcomes if failure is not None]
         if not failures:
             self._graphs[key] = graph  # type: ignore[assignment]
+            self.num_captures += 1
             self.node_bytes += max(node_bytes for _, node_bytes in outcomes)
             return graph
 
