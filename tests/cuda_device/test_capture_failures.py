@@ -47,6 +47,7 @@ def test_each_operation_is_reported_once_and_its_calls_run_eagerly(caplog):
         runner.run(call("cycle", 4, lambda x: x + torch.nonzero(x).numel()))
     assert found.counts["captures"] <= runner.num_warm_ups, "those that restore the generator"
     assert (runner.num_graphs, runner.num_warm_ups, runner.num_out_of_memory) == (0, 4, 0)
+    assert (runner.num_captures, runner.num_eager_runs) == (0, 6)
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2, texts
     assert "local_scalar" in texts[0] and "nonzero" in texts[1]
@@ -65,7 +66,8 @@ def test_graphs_of_before_and_after_share_the_pool():
     with phase() as found:
         for key in (0, 4, 5, 6, 7):
             runner.run(call("cycle", key, doubles))
-    assert runner.num_graphs == found.counts["graph_launches"] == 5
+    assert runner.num_graphs == runner.num_captures == found.counts["graph_launches"] == 5
+    assert runner.num_eager_runs == 3
     outputs = 9 * MIB  # of each graph one tensor, and the block that the failed captures made
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= reserved + 2 * outputs
