@@ -66,6 +66,7 @@ def _engine() -> Any:
         kv_usage=0.0,
         num_graphs=0,
         num_grammars=0,
+        runner=SimpleNamespace(graphs=SimpleNamespace(node_bytes=0)),
         config=SimpleNamespace(
             max_context=8192, page_size=16, num_pages=1, kv_dtype="auto", prefix_cache=True
         ),

@@ -180,6 +180,11 @@ class _EngineCollector:
                 promised_memory(),
             ),
             ("num_graphs", "Captured or recorded cycles.", engine.num_graphs),
+            (
+                "graph_memory_bytes",
+                "GPU memory that the driver took for graphs.",
+                engine.runner.graphs.node_bytes,
+            ),
             ("num_grammars", "Compiled grammars in the cache.", engine.num_grammars),
         )
         counters = (
