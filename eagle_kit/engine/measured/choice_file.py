@@ -19,6 +19,7 @@ import torch
 
 from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.core.files import (
+from eagle_kit.core.switches import disabled_parts
     cache_folder,
     read_object,
     remove,
@@ -59,6 +60,7 @@ def device_key(device: torch.device, sources: Iterable[Path]) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _first_version(("triton",)),
         "kernels": hash_of_sources(sources),
+        "disabled": ",".join(sorted(disabled_parts())),
     }
 
 
