@@ -19,7 +19,6 @@ import torch
 
 from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.core.files import (
-from eagle_kit.core.switches import disabled_parts
     cache_folder,
     read_object,
     remove,
@@ -28,6 +27,7 @@ from eagle_kit.core.switches import disabled_parts
     why_unsafe,
     writing_remedy,
 )
+from eagle_kit.core.switches import disabled_parts
 from eagle_kit.engine.measured.choice import BackendChoice
 from eagle_kit.models.loading.source import SET_CACHE
 
