@@ -144,7 +144,7 @@ def test_graphs_take_their_share_where_the_pool_could_use_all_of_it(planned):
 
 
 def test_memory_of_graphs_that_is_given_comes_before_the_pool(planned):
-    whole = planned(1 << 40)
+    whole = planned(1 << 40, max_context=10**6)
     free = int((whole.scratch + whole.logits + whole.activations + 2 * whole.graphs.bytes) / 0.85)
     for given in (whole.graphs.bytes, whole.graphs.bytes // 4):
         plan = planned(free, max_context=10**6, graph_memory=given)
