@@ -10,7 +10,6 @@ import torch
 
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.switches import is_disabled
 from eagle_kit.drafts.files.draft import AnyDraft, drafts_in_target
 from eagle_kit.drafts.registry import algorithms, kind_in_target
 from eagle_kit.models.targets.target import Target
@@ -63,10 +62,8 @@ def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) 
 
 
 def without_graphs(options: EngineConfig, target: Target) -> EngineConfig:
-    """Turn graphs off where they are disabled, and for a target whose forward cannot be captured, which is
-    logged. Raise UserError where graphs were asked for and the target has none."""
-    if is_disabled("graphs"):
-        return options.replace(graph_mode="off")
+    """Turn graphs off for a target whose forward cannot be captured, which is logged. Raise UserError where
+    they were asked for."""
     if options.graph_mode == "off" or (reason := target.host_read()) is None:
         return options
     if options.graph_mode is not None:

@@ -130,7 +130,8 @@ def test_a_server_whose_filters_cannot_be_captured_serves_all_kinds(monkeypatch,
     engine = llm.engine()
     with made_up_results(), caplog.at_level(logging.WARNING):
         prepared = warm_up(engine, "usual")
-        assert prepared.num_graphs == engine.num_graphs == 4, "greedy and sampled, of two sizes"
+        of_prompts = 2 * len(engine.runner.prompt_shapes)
+        assert prepared.num_graphs == engine.num_graphs == 4 + of_prompts, "greedy and sampled, of two sizes"
         with phase() as found:
             assert serve(llm, USUAL) > 100
         assert found.counts["captures"] == 0 and found.counts["graph_launches"] > 0

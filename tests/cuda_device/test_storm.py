@@ -18,8 +18,8 @@ SHARED = [[17 + i for i in range(length)] for length in (17, 32, 33)]
 
 @pytest.mark.parametrize("num_events", [300, pytest.param(5000, marks=pytest.mark.nightly)])
 def test_a_storm_of_requests_captures_compiles_and_reserves_nothing(num_events):
-    """Four requests of up to 153 tokens share a pool of 512, so that some give way."""
-    sizes = {"max_batch_size": 4, "batch_sizes": (1, 2, 4), "kv_tokens": 512, "prefill_tokens": 48}
+    """Four requests of up to 153 tokens share a pool of 288, so that some give way."""
+    sizes = {"max_batch_size": 4, "batch_sizes": (1, 2, 4), "kv_tokens": 288, "prefill_tokens": 48}
     llm, _ = prepared("usual", **sizes)
     engine = llm.engine()
     rng = random.Random(num_events)

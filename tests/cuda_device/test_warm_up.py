@@ -87,13 +87,16 @@ def test_traffic_behind_a_warm_up_is_prepared_for(extent, kinds, options):
     llm, warmed = prepared(extent, tokenizer=byte_level(), **options)
     engine = llm.engine()
     planned = graphs_of(llm.target.config, llm.draft, llm.config, extent, chooses_shapes=False)
-    assert warmed.counts["captures"] >= engine.num_graphs == planned.number > 0
+    num_planned = planned.number
+    if not llm.config.shape.steps:
+        num_planned -= len(engine.runner.prompt_shapes)  # prompts of the draft, which nothing asks for
+    assert warmed.counts["captures"] >= engine.num_graphs == num_planned > 0
     reserved = torch.cuda.memory_reserved()
 
     with phase(LogKind.SYNCHRONISATION | LogKind.ALLOCATION) as found, made_up_results():
         num_tokens = serve(llm, kinds)
     assert num_tokens > 100
-    assert found.counts["captures"] == 0 and engine.num_graphs == planned.number
+    assert found.counts["captures"] == 0 and engine.num_graphs == num_planned
     assert found.counts["modules_loaded"] == 0, "compiled in traffic"
     grown = torch.cuda.memory_reserved() - reserved
     assert grown == 0, [str(call) for call in found.of(LogKind.ALLOCATION)]

@@ -120,6 +120,12 @@ class GraphSelection:
                     return GraphUnit(size, kind)
         return unit
 
+    def reserve(self, num_bytes: int) -> None:
+        """Take ``num_bytes`` off the budget, and choose again."""
+        if self.budget is not None and num_bytes:
+            self.budget -= num_bytes
+            self._choose()
+
     def note_captured(self, unit: GraphUnit, node_bytes: int | None) -> None:
         """Note that all graphs of ``unit`` are there, and choose again by what is known now.
 

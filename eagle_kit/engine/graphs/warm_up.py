@@ -23,7 +23,7 @@ from eagle_kit.engine.engine import Engine, EngineTotals
 from eagle_kit.engine.graphs.batch_kind import GRAMMAR_KINDS, LOGPROBS_KINDS, USUAL_KINDS, BatchKind, kinds
 from eagle_kit.engine.graphs.cuda_graph import clear_frames
 from eagle_kit.engine.graphs.graph_selection import GraphSelection, GraphUnit, describe, main_sizes
-from eagle_kit.engine.memory.graph_memory import graphs_of_prompts
+from eagle_kit.engine.memory.graph_memory import PROMPT_SHARE, graphs_of_prompts
 from eagle_kit.engine.request import Request
 from eagle_kit.ops.backend import current_device
 from eagle_kit.ops.compilations import count_compilations
@@ -139,22 +139,15 @@ def warm_up(
         return Prepared(tuple(works))
 
     with torch.inference_mode(), current_device(runner.device), count_compilations() as compiled:
-        # Cycles: graphs are captured, and kernels compiled.
+        # Graphs of prompts and of cycles. Cycles without a graph run once, so that kernels are compiled.
         units = _wanted_units(engine)
         prompts = list(representative_prompts(engine))
-        prompt_shapes = [] if extent == "none" else runner.prompt_shapes[::-1]
-        progress = _Progress(len(units) + len(prompt_shapes) + len(prompts), on_step)
+        num_shapes = 0 if extent == "none" else len(runner.prompt_shapes)
+        progress = _Progress(num_shapes + len(units) + len(prompts), on_step)
+        if extent != "none":
+            _capture_prompts(engine, progress)
         attempted = _capture_graphs(engine, units, extent, progress)
         _compile_cycles(engine, [unit for unit in units if unit not in attempted], progress)
-
-        # Prompt steps of few rows, whose graphs are captured.
-        for shape in prompt_shapes:
-            begun = time.perf_counter()
-            num_graphs = engine.num_graphs
-            runner.run_idle_prompt(shape)
-            num_captured = engine.num_graphs - num_graphs
-            progress.add("graphs of prompts", num_captured, time.perf_counter() - begun)
-            progress.step()
 
         # Draft backfill.
         begun = time.perf_counter()
@@ -206,6 +199,31 @@ def _cycles_of(engine: Engine, unit: GraphUnit) -> Iterator[_Cycle]:
     for shard_size in reversed(engine.config.shard_batch_sizes(unit.size)):
         for shape in engine.shapes_at(unit.size):
             yield _Cycle(unit.size, shard_size, shape, unit.kind)
+
+
+def _capture_prompts(engine: Engine, progress: _Progress) -> None:
+    """Capture the graphs of prompt steps, the largest first, while they take their share of the budget or less.
+
+    Steps of shapes that are left out are padded to the next larger one.
+    """
+    runner = engine.runner
+    budget = engine.config.graph_memory
+    captured = []
+    for shape in reversed(runner.prompt_shapes):
+        if budget is None or runner.graphs.node_bytes <= PROMPT_SHARE * budget:
+            begun = time.perf_counter()
+            num_graphs = engine.num_graphs
+            runner.run_idle_prompt(shape)
+            num_captured = engine.num_graphs - num_graphs
+            progress.add("graphs of prompts", num_captured, time.perf_counter() - begun)
+            captured.append(shape)
+        progress.step()
+    runner.prompt_shapes = captured[::-1]
+
+    # Cycles get what is left.
+    if runner.graph_selection is not None:
+        planned = graphs_of_prompts(engine.target.config, engine.draft, engine.config, budget).bytes
+        runner.graph_selection.reserve(max(0, runner.graphs.node_bytes - planned))
 
 
 def _capture_graphs(
