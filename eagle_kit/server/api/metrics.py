@@ -202,7 +202,7 @@ class _EngineCollector:
             ("generation_tokens", "Tokens of responses.", totals.num_generated_tokens),
             (
                 "requests_failed",
-                "Requests that ended because logits were not finite or the text could not be made.",
+                "Requests that ended by an error of the logits or of the text, or for lack of memory.",
                 totals.num_finished.get("error", 0),
             ),
             (
