@@ -23,6 +23,7 @@ from eagle_kit.core.files import check_writable, expand
 from eagle_kit.core.gpus import PLANNED_GPU
 from eagle_kit.core.process import end_at_once
 from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.core.switches import VARIABLE, disabled_parts
 from eagle_kit.report.stages import say
 
 if TYPE_CHECKING:
@@ -433,6 +434,8 @@ def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmU
     say(f"draft      {model.draft or flags.speculative_algorithm or 'none'}, {shapes}")
     say(f"prefill    {llm.engine().runner.prefill_backends}")
     say(f"chat       {describe_template(llm)}")
+    if disabled_parts():
+        say(f"disabled   {', '.join(sorted(disabled_parts()))}, by {VARIABLE}")
     if llm.memory_plan is not None:
         say(str(llm.memory_plan))
 

@@ -9,7 +9,7 @@ from tiny_tokenizers import byte_level
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.graphs.warm_up import warm_up
 from eagle_kit.engine.llm import LLM
-from eagle_kit.engine.memory.graph_memory import BYTES_OF_LAUNCH, _graphs_of_prompts, graphs_of
+from eagle_kit.engine.memory.graph_memory import BYTES_OF_LAUNCH, graphs_of, graphs_of_prompts
 from tests.cuda_device.device import LogKind, Phase, phase
 from tests.cuda_device.engines import made_up_results, small_llm
 
@@ -132,7 +132,7 @@ def test_a_decode_step_is_one_graph_and_a_copy_of_its_results():
 
     # A graph has no more launches than memory is planned for.
     planned = graphs_of(llm.target.config, llm.draft, llm.config, "usual", chooses_shapes=False)
-    of_prompts = _graphs_of_prompts(llm.target.config, llm.draft, llm.config, chooses_shapes=False)
+    of_prompts = graphs_of_prompts(llm.target.config, llm.draft, llm.config, None)
     num_bytes = planned.bytes - of_prompts.bytes
     of_graph = num_bytes / (planned.number - of_prompts.number) / BYTES_OF_LAUNCH
     assert 0.7 * of_graph <= found.counts["replayed_nodes"] / 5 <= of_graph

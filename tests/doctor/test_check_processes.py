@@ -64,7 +64,7 @@ def test_lanes_run_at_the_same_time():
     assert time.monotonic() - begun < 8
 
 
-def test_an_interruption_ends_all_processes_at_once():
+def test_an_interruption_ends_all_processes_at_once(interruptible):
     processes = CheckProcesses(COMMAND, TimeLimits(60, 300, 300), num_processes=2)
     found: list[Result] = []
 

@@ -27,6 +27,7 @@ from eagle_kit.core.files import (
     why_unsafe,
     writing_remedy,
 )
+from eagle_kit.core.switches import disabled_parts
 from eagle_kit.engine.measured.choice import BackendChoice
 from eagle_kit.models.loading.source import SET_CACHE
 
@@ -59,6 +60,7 @@ def device_key(device: torch.device, sources: Iterable[Path]) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _first_version(("triton",)),
         "kernels": hash_of_sources(sources),
+        "disabled": ",".join(sorted(disabled_parts())),
     }
 
 

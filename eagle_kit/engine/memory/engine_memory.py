@@ -490,19 +490,18 @@ def _plan_graphs(
     shapes = expected_shapes(config, chooses_shapes=chooses_shapes)
     selection = select_graphs(target, draft, config, shapes, budget)
     of_prompts = graphs_of_prompts(target, draft, config, budget)
-    all_of_prompts = graphs_of_prompts(target, draft, config, None)
-    of_cycles = graphs_of(target, draft, config, "all", chooses_shapes=chooses_shapes)
+    wanted = graphs_of(target, draft, config, "all", chooses_shapes=chooses_shapes)
 
     # A size that the user gave is reserved as it is.
     cost = selection.cost(selection.chosen)
-    chosen = Graphs(
-        cost.number + of_prompts.number, cost.num_bytes(selection.bytes_of_launch) + of_prompts.bytes
-    )
-    wanted = Graphs(of_cycles.number + all_of_prompts.number, of_cycles.bytes + all_of_prompts.bytes)
+    num_bytes = cost.num_bytes(selection.bytes_of_launch) + of_prompts.bytes
+    chosen = Graphs(cost.number + of_prompts.number, num_bytes)
     reserved = chosen.bytes if config.graph_memory is None else config.graph_memory
+
+    # Name what is left out.
     all_kinds = list(kinds("all", can_have_grammars=True))
     left_out = list(describe(selection.left_out(all_kinds)))
-    if of_prompts != all_of_prompts:
+    if of_prompts != graphs_of_prompts(target, draft, config, None):
         left_out.append("prompts")
     return _GraphPlan(chosen, wanted, reserved, tuple(left_out))
 

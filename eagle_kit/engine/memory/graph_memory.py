@@ -70,7 +70,9 @@ def graphs_of(
     shapes = expected_shapes(config, chooses_shapes=chooses_shapes)
     costs = unit_costs(target, draft, config, shapes)
     wanted = [unit for unit in costs if unit.kind in kinds(extent, can_have_grammars=True)]
-    return graphs_in(costs, wanted)
+    of_cycles = graphs_in(costs, wanted)
+    of_prompts = graphs_of_prompts(target, draft, config, None)
+    return Graphs(of_cycles.number + of_prompts.number, of_cycles.bytes + of_prompts.bytes)
 
 
 def graphs_in(costs: Mapping[GraphUnit, UnitCost], units: Collection[GraphUnit]) -> Graphs:

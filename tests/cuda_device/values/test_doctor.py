@@ -84,7 +84,7 @@ def test_a_hang_is_ended_and_shows_where(tmp_path):
     assert "doctor_worker.py" in hung["standard_error"]
 
 
-def test_an_interruption_writes_what_is_there(tmp_path):
+def test_an_interruption_writes_what_is_there(tmp_path, interruptible):
     out = tmp_path / "doctor.json"
     command = (sys.executable, "-m", "tests.cuda_device.doctor_worker", "nothing")
     options = ExaminationOptions(out, only=("norm, ",), command=command, num_processes=1)

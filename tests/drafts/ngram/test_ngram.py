@@ -289,11 +289,11 @@ def test_windows_have_few_sizes_and_room_for_what_was_found(monkeypatch):
         engine.use_shape(shape)
         run = engine.runner._run
 
-        def watched(matches, inputs, settings, tree, run=run):
+        def watched(matches, inputs, settings, tree, unit, run=run):
             if tree is not None:
                 is_used = tree.parents != torch.arange(tree.parents.shape[1])
                 sizes.append((tree.parents.shape[1], int(is_used.sum(1).max())))
-            return run(matches, inputs, settings, tree)
+            return run(matches, inputs, settings, tree, unit)
 
         monkeypatch.setattr(engine.runner, "_run", watched)
         requests = [Request(i, list(p), SamplingParams(**options)) for i, p in enumerate(PROMPTS)]
