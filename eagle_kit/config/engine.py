@@ -278,6 +278,7 @@ class EngineConfig(Options):
 
     nvtx: bool = False
     """Mark the parts of a step with NVTX ranges, for Nsight Systems."""
+
     graph_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
     """Memory of a GPU for CUDA graphs, in bytes or such as 4G; default what the pool leaves, at least 15 % of
     what both share. What is left out is padded to a larger batch or runs without a graph.

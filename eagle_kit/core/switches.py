@@ -37,8 +37,6 @@ OPERATIONS = (
     "tree_build",
 )
 """Operations with Triton kernels: folders of ``eagle_kit/ops`` that have a ``triton.py``."""
-
-
 BORROWED = {"accept": "sampling", "attention/packed": "attention/ttt"}
 """Operations whose Triton kernels are, or contain, those of another one."""
 
@@ -57,7 +55,7 @@ PARTS = {
     TRITON: "Every operation runs its reference in torch.",
     **{of_operation(name): f"{name} runs its reference in torch." for name in OPERATIONS},
 }
-"""What happens instead, by the name of a part."""
+"""Behaviour without a part, by its name."""
 
 
 def is_disabled(part: str) -> bool:

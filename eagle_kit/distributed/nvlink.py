@@ -26,7 +26,7 @@ class GPULinks(NamedTuple):
 
 
 def links_of(device: torch.device) -> GPULinks | None:
-    """NVLinks of a CUDA device, as NVML counts them; None if torch or the driver cannot tell."""
+    """NVLinks of a CUDA device, as NVML counts them; None if torch or the driver does not report them."""
     try:
         from torch._C._autograd import DeviceType
         from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]

@@ -16,11 +16,10 @@ from typing import IO, Any, NamedTuple
 
 from eagle_kit.core.errors import cut, in_seconds
 from eagle_kit.core.switches import VARIABLE
-from eagle_kit.doctor.checks import Check, Result, TimeLimits
+from eagle_kit.doctor.checks import SHOW_STACK, Check, Result, TimeLimits
 
 COMMAND = (sys.executable, "-m", "eagle_kit.doctor.check_worker")
 """Command of a process that runs checks."""
-SHOW_STACK = signal.SIGUSR1
 SECONDS_OF_STACK = 1.0
 """Time for a process that hangs to write its stacks."""
 SECONDS_OF_END = 10.0
@@ -75,12 +74,14 @@ class CheckProcesses:
         """
         results: list[Result] = []
 
+        # Once all processes are ended, their checks have no results.
         def finish(result: Result) -> None:
             with self._lock:
                 if not self._is_stopped:
                     results.append(result)
                     on_result(result)
 
+        # A thread for each lane. Short waits let Ctrl-C through.
         with ThreadPoolExecutor(self.num_processes) as pool:
             futures = [pool.submit(self._run_lane, lane, finish) for lane in lanes]
             try:
@@ -89,6 +90,8 @@ class CheckProcesses:
             except BaseException:
                 self._stop()
                 raise
+
+        # Errors of the threads.
         for future in futures:
             future.result()
         return results
@@ -111,6 +114,8 @@ class CheckProcesses:
             if failure is not None:
                 finish(Result(check, "crashed", failure, 0.0))
                 continue
+
+            # Start a process, at first and behind one that has ended.
             if process is None:
                 process = self._new_process([*lane.disabled, *check.disabled])
                 failure = process.start(self.limits.start)
@@ -119,6 +124,8 @@ class CheckProcesses:
                     self._forget(process)
                     process = None
                     continue
+
+            # Run the check.
             limit = self.limits.engine if check.is_long else self.limits.operation
             result = process.run(check, lane.given, limit)
             finish(result)
@@ -192,6 +199,7 @@ class _Process:
 
     def run(self, check: Check, given: Mapping[str, Any], limit_s: float) -> Result:
         """Run a check; behind one that crashed, hung or raised, ``has_ended`` is true."""
+        # Send the request.
         assert self._process.stdin is not None
         begun = time.perf_counter()
         try:
@@ -199,12 +207,16 @@ class _Process:
             self._process.stdin.flush()
         except OSError:
             pass  # it has died, and its answer is the end of its output
+
+        # Wait for the outcome.
         answer = self._next(limit_s)
         seconds = time.perf_counter() - begun
         if isinstance(answer, dict):
             self.has_ended = answer["raised"]
             state = "passed" if answer["passed"] else "failed"
             return Result(check, state, answer["detail"], answer["seconds"], answer["values"])  # type: ignore[arg-type]
+
+        # There is none.
         self.has_ended = True
         if answer == "hung":
             self._show_stack()

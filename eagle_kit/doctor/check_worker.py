@@ -9,7 +9,6 @@ check that raised, since the CUDA context may be broken. What libraries print go
 import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -26,12 +25,11 @@ from eagle_kit.doctor.checks import (
     MEMORY_CHECK,
     MODEL_MEMORY_CHECK,
     REFERENCE_CHECK,
+    SHOW_STACK,
     CheckOutcome,
 )
 from eagle_kit.doctor.operations import CaseRun, case_runs
 
-SHOW_STACK = signal.SIGUSR1
-"""Signal on which the process writes the stacks of its threads to standard error."""
 NUM_FRAMES = 12
 """Innermost frames of an error's stack that go into the file."""
 

@@ -1,10 +1,12 @@
 """The checks of `eagle-kit doctor --gpu`, by name, and their results."""
 
+import signal
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from eagle_kit.core.switches import OPERATIONS, of_operation
 from eagle_kit.doctor.operations import case_runs
+from eagle_kit.ops.capability import facts_of
 
 State = Literal["passed", "failed", "crashed", "hung"]
 ENGINE_DTYPES = ("float32", "bfloat16")
@@ -14,8 +16,8 @@ REFERENCE_SWITCHES = ("triton", "graphs", "lag", "programmatic-launch")
 """Parts that the engine with the expected texts does without."""
 ENGINE_SWITCHES = ("lag", "programmatic-launch", "prompt-graphs", "graphs", "triton")
 """Switches that may help an engine, the one that costs least first."""
-PROGRAMMATIC_CAPABILITY = 90
-"""Compute capability times 10 from which on kernels are launched programmatically."""
+SHOW_STACK = signal.SIGUSR1
+"""Signal on which a process that runs checks writes the stacks of its threads to standard error."""
 
 
 class TimeLimits(NamedTuple):
@@ -82,7 +84,7 @@ def operation_checks(capability: int) -> list[Check]:
         switches: tuple[str, ...] = ()
         if operation in OPERATIONS:
             switches = (of_operation(operation),)
-            if capability >= PROGRAMMATIC_CAPABILITY:
+            if facts_of(capability).starts_early:
                 switches = (*NO_LAUNCH_AHEAD, *switches)
         found.append(Check(run.name, operation, switches))
     return found
@@ -97,7 +99,7 @@ REFERENCE_CHECK = Check(
 def engine_checks(capability: int) -> list[list[Check]]:
     """Lists of checks of the engine, each list for processes of the same switches."""
     variants: list[tuple[str, ...]] = [()]
-    if capability >= PROGRAMMATIC_CAPABILITY:
+    if facts_of(capability).starts_early:
         variants.append(NO_LAUNCH_AHEAD)
     found = []
     for disabled in variants:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from eagle_kit.core.switches import is_disabled
-from eagle_kit.doctor.checks import PROGRAMMATIC_CAPABILITY, CheckOutcome
+from eagle_kit.doctor.checks import CheckOutcome
+from eagle_kit.ops.capability import facts_of
 
 PROGRAMMATIC_DRIVER = 12030
 """First CUDA version of a driver, as CUDA counts, that makes programmatic edges in captured graphs."""
@@ -19,14 +20,14 @@ PEER_NUMBERS = 1 << 16
 def check_devices(given: Mapping[str, Any]) -> CheckOutcome:
     """List GPUs, driver and peers. It fails where the driver is too old for programmatic launches, or where a
     copy from one GPU to another arrives changed."""
-    driver = driver_version()
-    devices = [device_facts(number) for number in range(torch.cuda.device_count())]
+    driver = driver_cuda_version()
+    devices = [gpu_facts(number) for number in range(torch.cuda.device_count())]
     peers = [peer_facts(source, to) for source, to in itertools.permutations(range(len(devices)), 2)]
     values = {"driver_cuda": _version(driver), "devices": devices, "peers": peers}
 
     # Faults.
     capability = max(device["capability"] for device in devices)
-    launches_ahead = capability >= PROGRAMMATIC_CAPABILITY and not is_disabled("programmatic-launch")
+    launches_ahead = facts_of(capability).starts_early and not is_disabled("programmatic-launch")
     if launches_ahead and driver is not None and driver < PROGRAMMATIC_DRIVER:
         detail = f"The driver is of CUDA {_version(driver)}, and programmatic launches in graphs need 12.3."
         return CheckOutcome(False, detail, values)
@@ -36,7 +37,7 @@ def check_devices(given: Mapping[str, Any]) -> CheckOutcome:
     return CheckOutcome(True, f"{len(devices)} found, driver of CUDA {_version(driver)}", values)
 
 
-def device_facts(number: int) -> dict[str, Any]:
+def gpu_facts(number: int) -> dict[str, Any]:
     """Name, compute capability times 10, multiprocessors, and memory in bytes of a GPU."""
     properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
@@ -63,7 +64,7 @@ def peer_facts(source: int, to: int) -> dict[str, Any]:
     }
 
 
-def driver_version() -> int | None:
+def driver_cuda_version() -> int | None:
     """CUDA version that the driver supports, as CUDA counts: 12030 is 12.3; None where it is not known."""
     version = ctypes.c_int()
     try:

@@ -76,6 +76,7 @@ def examine(options: ExaminationOptions, say: Callable[[str], None]) -> int:
     Raises:
         UserError: there is no GPU.
     """
+    # Facts of the machine.
     check_gpu_is_there()
     findings = Findings(machine_facts())
 
@@ -83,6 +84,7 @@ def examine(options: ExaminationOptions, say: Callable[[str], None]) -> int:
         findings.lines.append(line)
         say(line)
 
+    # Checks.
     num_processes = options.num_processes
     if num_processes is None:
         num_processes = max(1, min(MOST_PROCESSES, num_cores() // CORES_OF_PROCESS))
@@ -94,6 +96,8 @@ def examine(options: ExaminationOptions, say: Callable[[str], None]) -> int:
         findings.is_complete = True
     except KeyboardInterrupt:
         is_interrupted = True
+
+    # The summary and the file, behind an interruption too.
     for line in findings.summary():
         note(line)
     findings.write(options.out)

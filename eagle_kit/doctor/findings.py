@@ -34,7 +34,7 @@ class SwitchTrial:
 
 @dataclass
 class Findings:
-    """What was found.
+    """Results of an examination.
 
     Attributes:
         facts: of the machine.
@@ -75,6 +75,7 @@ class Findings:
 
     def write(self, path: Path) -> None:
         """Write the file, without names of the host and the user."""
+        # The checks.
         checks = []
         for result in self.results:
             checks.append(
@@ -87,6 +88,8 @@ class Findings:
                     **result.values,
                 }
             )
+
+        # All the rest.
         record = {
             "eagle_kit_doctor": FORMAT,
             "date": now(),
@@ -109,11 +112,14 @@ def line_of(result: Result) -> str:
 
 def lines_of_machine(facts: Mapping[str, Any]) -> Iterator[str]:
     """Lines of versions, and of what nvidia-smi says."""
+    # Versions and environment variables.
     shown = [f"{name} {version}" for name, version in facts["versions"].items()]
     commit = f"; commit {facts['commit'][:12]}" if facts["commit"] else ""
     yield f"{'versions':10}{', '.join(shown)}{commit}"
     for name, value in facts["variables"].items():
         yield f"{'variable':10}{name}={value}"
+
+    # The state of each GPU.
     state = facts["nvidia_smi"]
     if state is None:
         yield f"{'state':10}not known: nvidia-smi is not on PATH"
@@ -132,6 +138,8 @@ def lines_of_machine(facts: Mapping[str, Any]) -> Iterator[str]:
             f"PCIe {gpu['pcie.link.gen.current']} x {gpu['pcie.link.width.current']}",
         ]
         yield f"{'state':10}{gpu['index']}: {', '.join(parts)}"
+
+    # Other programs, and connections.
     if state["memory_of_programs"]:
         yield f"{'programs':10}on the GPUs already: {', '.join(state['memory_of_programs'])}"
     if has_nvlink(state["topology"]) is not None:
@@ -141,7 +149,8 @@ def lines_of_machine(facts: Mapping[str, Any]) -> Iterator[str]:
 def lines_of_devices(values: Mapping[str, Any]) -> Iterator[str]:
     """Lines of the GPUs that torch sees, and of peers."""
     for device in values["devices"]:
-        free, total = device["memory_free"] / 2**30, device["memory_total"] / 2**30
+        free = device["memory_free"] / 2**30
+        total = device["memory_total"] / 2**30
         yield (
             f"{'gpu':10}{device['number']}: {device['name']}, sm_{device['capability']}, "
             f"{free:.1f} of {total:.1f} GiB free"

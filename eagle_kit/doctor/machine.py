@@ -147,7 +147,7 @@ def _replaced(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _private_names() -> dict[str, str]:
-    """What stands in place of names of this machine; the longest first."""
+    """Names of this machine, each with its replacement; the longest first."""
     names: dict[str, str] = {}
     with suppress(RuntimeError):
         home = str(Path.home())

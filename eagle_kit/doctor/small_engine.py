@@ -109,6 +109,7 @@ def _randomise(model: nn.Module, *, seed: int, deviation: float) -> None:
 
 def serve(dtype: str, **options: Any) -> tuple[LLM, Texts]:
     """Serve the prompts twice, greedily; the engine is warmed up before."""
+    # Serve twice.
     target, head = small_models(dtype)
     with _log_of_graphs() as messages:
         llm = LLM(target, head, **{**ENGINE_OPTIONS, **options})
@@ -117,6 +118,8 @@ def serve(dtype: str, **options: Any) -> tuple[LLM, Texts]:
         graphs = _num_graphs(llm)
         segments = _num_segments()
         repeated = _responses(llm, PROMPTS)
+
+    # Compare, and collect what the second time took.
     if any(_differ(llm, dtype, *each) for each in zip(PROMPTS, tokens, repeated, strict=True)):
         messages.append("the same prompts got other texts when they came again")
     engine = llm.engine()
@@ -279,7 +282,7 @@ def _compare_with_plan(llm: LLM, before: int) -> CheckOutcome:
     # The plan and what was taken.
     plan = llm.memory_plan
     assert plan is not None
-    planned = plan.weights + plan.pool + plan.scratch + plan.states + plan.logits + plan.activations
+    planned = plan.total - plan.graphs.bytes
     stats = torch.cuda.memory_stats()
     allocated = stats["allocated_bytes.all.peak"]
     reserved = stats["reserved_bytes.all.peak"]

@@ -72,8 +72,8 @@ class EngineTotals:
         num_captures: graphs that were captured, or recorded on a CPU, while requests waited.
         num_eager_runs: cycles, parts of them and prompts that ran eagerly: they have no graph for good.
         num_compilations: kernels that Triton compiled, or read from its cache, in steps.
-        num_out_of_memory: steps for which the GPU had too little memory in parts too, so that all requests
-            ended.
+        num_steps_out_of_memory: steps for which the GPU had too little memory in parts too, so that all
+            requests ended.
     """
 
     num_steps: int = 0
@@ -90,7 +90,7 @@ class EngineTotals:
     num_captures: int = 0
     num_eager_runs: int = 0
     num_compilations: int = 0
-    num_out_of_memory: int = 0
+    num_steps_out_of_memory: int = 0
 
 
 class _End(NamedTuple):
@@ -513,7 +513,11 @@ class Engine:
             copy()
 
     def _launch_cycle(self, decoding: list[Request]) -> dict[Request, str]:
-        """Launch a cycle -> requests that could not be decoded for lack of memory, each with the cause."""
+        """Launch a cycle; in parts if the GPU has too little memory for the whole batch.
+
+        Returns:
+            The requests that could not be decoded for lack of memory, each with the cause.
+        """
         shape = self._shape(decoding)
         launch = partial(self._decode, decoding, shape)
         if self.target.ranks is not None:  # the other ranks have launched it
@@ -530,7 +534,11 @@ class Engine:
             return self._decode_in_parts(decoding, shape)
 
     def _decode_in_parts(self, requests: list[Request], shape: SpecShape) -> dict[Request, str]:
-        """Run a cycle eagerly, and its halves where that fails -> as :meth:`_launch_cycle`."""
+        """Run a cycle eagerly. If memory is missing, run each half of the batch in the same way.
+
+        Returns:
+            See :meth:`_launch_cycle`.
+        """
         if shape not in self.shapes_at(self.runner.padded(len(requests))):
             shape = self.shapes_at(self.runner.padded(len(requests)))[0]
         cause = memory_failure(partial(self._decode, requests, shape), STEP)
@@ -546,8 +554,11 @@ class Engine:
         self._in_flight.append(self.runner.decode(requests, shape, self.ngram))
 
     def _launch_prefill(self, chunks: Sequence[Chunk]) -> dict[Request, str]:
-        """Launch chunks of prompts -> requests whose chunks could not be computed for lack of memory, each
-        with the cause."""
+        """Launch chunks of prompts; one by one if the GPU has too little memory for all of them.
+
+        Returns:
+            The requests whose chunks could not be computed for lack of memory, each with the cause.
+        """
         launch = partial(self._prefill, chunks)
         if self.target.ranks is not None:  # the other ranks have launched them
             launch()
@@ -570,7 +581,11 @@ class Engine:
         return failed
 
     def _prefill_in_parts(self, chunk: Chunk) -> str | None:
-        """Compute a chunk, and its halves where that fails -> why it could not be computed to its end."""
+        """Compute a chunk. If memory is missing, compute each half of it in the same way.
+
+        Returns:
+            The cause if the chunk could not be computed to its end, else None.
+        """
         cause = memory_failure(partial(self._prefill, [chunk]), STEP)
         num_tokens = chunk.stop - chunk.start
         if cause is None or chunk.state_moves is not None or num_tokens <= self.config.page_size:

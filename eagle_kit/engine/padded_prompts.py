@@ -60,29 +60,22 @@ def prompt_shapes(config: ResolvedConfig) -> list[PromptShape]:
     return shapes
 
 
-def reason_against_graphs(
-    target: TargetConfig, draft: DraftModel | None, config: ResolvedConfig
-) -> str | None:
-    """Say why the prompts of a target and a draft are not replayed as graphs on a GPU; None if they are."""
-    if config.graph_mode == "off":
-        return "graphs are off"
-    if is_disabled("prompt-graphs"):
-        return "they are disabled by EAGLE_KIT_DISABLE"
-    if target.states is not None:
-        return "the target has recurrent layers"
-    if isinstance(target.cache, LatentSpec):
-        return "the target keeps latents"
-    if config.data_parallel_attention:
-        return "ranks attend to requests of their own"
+def can_replay_prompts(target: TargetConfig, draft: DraftModel | None, config: ResolvedConfig) -> bool:
+    """Return whether the prompts of a target and a draft can be replayed as graphs on a GPU."""
+    # Options.
+    if config.graph_mode == "off" or is_disabled("prompt-graphs"):
+        return False
     if config.prefill_backend not in ("auto", "triton"):
-        return f"{config.prefill_backend} plans their attention on the host"
+        return False  # the library plans its attention on the host
+
+    # The target: keys and values of all requests are on each rank, in every layer.
+    if target.states is not None or isinstance(target.cache, LatentSpec) or config.data_parallel_attention:
+        return False
+
+    # The draft. Each MTP module has other rows, so its drafter has no padded prefill.
     if draft is None:
-        return None
-    if isinstance(draft.cache, LatentSpec):
-        return "the draft keeps latents"
-    if not drafter_class(draft, config).has_padded_prefill:
-        return "each MTP module of the draft has other rows"
-    return None
+        return True
+    return not isinstance(draft.cache, LatentSpec) and drafter_class(draft, config).has_padded_prefill
 
 
 class PromptNumbers(NamedTuple):

@@ -125,7 +125,7 @@ class StepPlan(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """What decides which requests of the batch give way to a waiting one.
+    """Properties of a waiting request that decide which requests of the batch give way to it.
 
     Attributes:
         client, priority: of the request.
@@ -512,8 +512,8 @@ class Scheduler:
                 break
         return preempted
 
-    def _claim(self, request: Request) -> "_Claim":
-        """What decides which requests give way to a waiting one."""
+    def _claim(self, request: Request) -> _Claim:
+        """Collect the properties of a waiting request that decide which requests give way to it."""
         return _Claim(
             client=request.client,
             priority=request.priority,
@@ -549,7 +549,7 @@ class Scheduler:
                 long.append(request)
         return sorted(long, key=service_order)
 
-    def _dispensable(self, behind: Sequence[Request]) -> "_Dispensable":
+    def _dispensable(self, behind: Sequence[Request]) -> _Dispensable:
         """List the requests of the batch that some waiting request could preempt, most progress
         first.
 
@@ -578,7 +578,7 @@ class Scheduler:
         return self._has_had_prompt_quantum(request)
 
     def _victims(
-        self, request: Request, dispensable: "_Dispensable", behind: Sequence[Request]
+        self, request: Request, dispensable: _Dispensable, behind: Sequence[Request]
     ) -> list[Request]:
         """List the requests of one shard of the pool that a waiting request may preempt."""
         is_served = self._num_slots_of_client[request.client] > 0

@@ -27,7 +27,7 @@ SUFFIX = ".pt.trace.json.gz"
 
 
 class ProfileSettings(NamedTuple):
-    """What a profile records, and where it goes.
+    """Contents and place of a profile.
 
     Attributes:
         folder: folder of the traces; it is made if need be.

@@ -1,7 +1,8 @@
 """Waiting requests of a scheduler in the order of their admission, and the slots of groups and clients.
 
-A change costs O(log n) comparisons for n waiting requests, and the next request is found without a search. So
-a step costs the same with ten and with thousands of waiting requests.
+To add or to admit a request costs O(log n) comparisons for n waiting requests, and the next request is found
+without a search. So a step costs the same with ten and with thousands of waiting requests. An abort searches
+the waiting requests of its group.
 """
 
 import heapq

@@ -33,7 +33,7 @@ def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         cause = out_of_memory_cause(error, activity)
-        traceback.clear_frames(error.__traceback__)
+        clear_frames(error)
         release_cached_memory()
         raise UserError(cause, remedy) from None
 
@@ -48,10 +48,21 @@ def memory_failure(call: Callable[[], None], activity: str) -> str | None:
         return None
     except torch.OutOfMemoryError as error:
         cause = out_of_memory_cause(error, activity)
-        traceback.clear_frames(error.__traceback__)
+        clear_frames(error)
     # Outside the handler, so that the frames of the error hold no tensors any more.
     release_cached_memory()
     return cause
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the local variables of the frames that an error and its causes came through.
+
+    They hold tensors.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__
 
 
 def out_of_memory_cause(error: torch.OutOfMemoryError, activity: str) -> str:

@@ -14,7 +14,7 @@ from eagle_kit.core.errors import UserError
 PREFIX = "eagle_kit."
 """Beginning of the names of all ranges."""
 NOTHING: AbstractContextManager[None] = nullcontext()
-"""What a range is while it is off: one object for all of them."""
+"""Context manager of every range that is off."""
 
 
 class StepRanges:

@@ -522,7 +522,7 @@ class AsyncEngine:
             if self.engine.target.ranks is not None:
                 raise
             cause = out_of_memory_cause(error, "computing a step")
-            self.engine.totals.num_out_of_memory += 1
+            self.engine.totals.num_steps_out_of_memory += 1
         if cause is None:
             self._send_progress(updated)
         else:

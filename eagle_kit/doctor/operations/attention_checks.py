@@ -146,6 +146,7 @@ def limited_prompt(dtype: torch.dtype) -> float:
 
 def paged_prompts(dtype: torch.dtype, stored: torch.dtype | None = None) -> float:
     """Rows 3 to 7, 0 to 1 and 6 of three requests, on pages of four in random order."""
+    # Our result.
     q = normal(dtype, 8, 6, 16, seed=2)
     k = normal(stored or dtype, 2, 24, 16)
     v = normal(stored or dtype, 2, 24, 16, seed=1)
@@ -156,6 +157,7 @@ def paged_prompts(dtype: torch.dtype, stored: torch.dtype | None = None) -> floa
     plan = PrefillPlan(tables, 4, ends, torch.tensor([3, 0, 6]), 0, 5)
     got = paged_prefill_attention(q, k, v, plan, PLAIN, k_scale=k_scale, v_scale=v_scale)
 
+    # Each request alone, over the rows of its pages.
     wide_k = k.double() * k_scale
     wide_v = v.double() * v_scale
     expected = []

@@ -78,6 +78,7 @@ def turned(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def rotated_windows(dtype: torch.dtype, stored: torch.dtype | None = None) -> float:
     """Three query heads and a key head of six tokens, late positions too; keys and values of a window go to
     their rows."""
+    # Inputs and store.
     qkv = normal(dtype, 6, 5, 4)
     positions = torch.tensor([0, 7, 131071, 2, 3, 9])
     rotation = Rotation(positions, torch.tensor([1.0, 0.03]))
@@ -86,6 +87,8 @@ def rotated_windows(dtype: torch.dtype, stored: torch.dtype | None = None) -> fl
     rows = WindowRows(2, 3, 3, 2, qkv.device)
     k_scale = 1.0 if stored is None else 0.5
     v_scale = 1.0 if stored is None else 2.0
+
+    # Turned queries, and turned keys and values in their rows.
     q, _, _ = rope_store(
         qkv,
         rotation,

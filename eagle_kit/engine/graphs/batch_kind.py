@@ -51,7 +51,7 @@ class BatchKind(NamedTuple):
             return f"{level} with grammars"
         return f"{level} with logprobs" if self.has_logprobs else level
 
-    def containing(self) -> "Iterator[BatchKind]":
+    def containing(self) -> Iterator["BatchKind"]:
         """Iterate over the kinds that compute the same for a batch of this kind: itself, then those of higher
         levels."""
         for level in Level:
@@ -60,7 +60,10 @@ class BatchKind(NamedTuple):
 
     def computes_all_of(self, other: "BatchKind") -> bool:
         """Return whether this kind computes at least what ``other`` computes."""
-        return all(mine >= its for mine, its in zip(self, other, strict=True))
+        computes_level = self.level >= other.level
+        computes_logprobs = self.has_logprobs or not other.has_logprobs
+        computes_masks = self.has_grammar or not other.has_grammar
+        return computes_level and computes_logprobs and computes_masks
 
 
 USUAL_KINDS = tuple(map(BatchKind, Level))

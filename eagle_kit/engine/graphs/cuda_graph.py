@@ -8,7 +8,6 @@ sent to the host at once (:class:`HostCopy`).
 
 import dataclasses
 import logging
-import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +19,7 @@ from eagle_kit.config.engine import GraphMode
 from eagle_kit.core.errors import first_line
 from eagle_kit.core.switches import VARIABLE
 from eagle_kit.distributed.collectives import Ranks
-from eagle_kit.ops.device_memory import out_of_memory_cause
+from eagle_kit.ops.device_memory import clear_frames, out_of_memory_cause
 
 WARM_UPS = 2
 """Eager runs of a body before its capture, in which libraries make their workspaces."""
@@ -408,14 +407,6 @@ class GraphRunner:
             )
         text = "%s Steps that need this graph run without it, slower. %s"
         logging.getLogger(__name__).warning(text, failure.reason, remedy)
-
-
-def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of the frames that an error came through: they hold tensors."""
-    found: BaseException | None = error
-    while found is not None:
-        traceback.clear_frames(found.__traceback__)
-        found = found.__cause__ or found.__context__
 
 
 class _LastOperation(TorchDispatchMode):

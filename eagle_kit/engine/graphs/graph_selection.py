@@ -26,7 +26,7 @@ class GraphUnit(NamedTuple):
 
 
 class UnitCost(NamedTuple):
-    """What the graphs of a unit take.
+    """Cost of the graphs of a unit.
 
     Attributes:
         number: how many graphs these are.
@@ -39,7 +39,11 @@ class UnitCost(NamedTuple):
     tensor_bytes: int = 0
 
     def __add__(self, other: "UnitCost") -> "UnitCost":  # type: ignore[override]
-        return UnitCost(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return UnitCost(
+            number=self.number + other.number,
+            launches=self.launches + other.launches,
+            tensor_bytes=self.tensor_bytes + other.tensor_bytes,
+        )
 
     def num_bytes(self, bytes_of_launch: float) -> int:
         """Bytes of device memory."""
@@ -47,7 +51,7 @@ class UnitCost(NamedTuple):
 
 
 class GraphSelection:
-    """Units that may have graphs, and what the graphs that were captured have taken.
+    """Units that may have graphs, and the measured memory of the graphs that were captured.
 
     Args:
         costs: cost of each wanted unit, the most frequent one first (:func:`by_frequency`).
@@ -55,8 +59,8 @@ class GraphSelection:
         bytes_of_launch: estimated device memory of a launch in a graph.
 
     Attributes:
+        budget: see above.
         chosen: units that may have graphs.
-        is_measured: True once the memory of graphs has been measured.
     """
 
     def __init__(

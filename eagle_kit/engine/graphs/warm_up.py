@@ -21,12 +21,12 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.engine.engine import Engine, EngineTotals
 from eagle_kit.engine.graphs.batch_kind import GRAMMAR_KINDS, LOGPROBS_KINDS, USUAL_KINDS, BatchKind, kinds
-from eagle_kit.engine.graphs.cuda_graph import clear_frames
 from eagle_kit.engine.graphs.graph_selection import GraphSelection, GraphUnit, describe, main_sizes
 from eagle_kit.engine.memory.graph_memory import PROMPT_SHARE, graphs_of_prompts
 from eagle_kit.engine.request import Request
 from eagle_kit.ops.backend import current_device
 from eagle_kit.ops.compilations import count_compilations
+from eagle_kit.ops.device_memory import clear_frames
 
 PARAMS = (
     SamplingParams(max_tokens=1, ignore_eos=True, seed=0),

@@ -44,7 +44,7 @@ def folder() -> Path:
 
 
 def device_key(device: torch.device, sources: Iterable[Path]) -> dict[str, str]:
-    """What decides the times of kernels on a GPU, for the name of a file.
+    """Facts that the times of kernels on a GPU depend on, for the name of a file.
 
     Args:
         sources: files and folders of the project's kernels that are measured.

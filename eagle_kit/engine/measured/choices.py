@@ -61,7 +61,7 @@ class MeasuredChoices(Generic[S, F]):
             self._measures = before
 
     def origin(self) -> list[str]:
-        """Where the choices were read and are kept, in a line for people; none without a file or a choice."""
+        """Origin and file of the choices, in a line for people; none without a file or a choice."""
         if self.file is None or not self._choices:
             return []
         num_sizes = len(self._choices)

@@ -31,7 +31,7 @@ from eagle_kit.engine.memory.graph_memory import (
     graphs_of_prompts,
     select_graphs,
 )
-from eagle_kit.engine.padded_prompts import prompt_shapes, reason_against_graphs
+from eagle_kit.engine.padded_prompts import can_replay_prompts, prompt_shapes
 from eagle_kit.kv.latents import PACKED_TOKENS
 from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.blocks.moe import FP8Experts
@@ -259,7 +259,7 @@ def plan_memory(
     has_graphs = device.type != "cpu" and config.graph_mode == "cycle"
     if has_graphs:
         graph_rows = config.most_rows
-        if reason_against_graphs(model, draft, config) is None:
+        if can_replay_prompts(model, draft, config):
             prompt_rows = prompt_shapes(config)[-1].rows
             graph_rows = max(graph_rows, prompt_rows)
             if draft is not None:

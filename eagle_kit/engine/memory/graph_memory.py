@@ -19,7 +19,7 @@ from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.engine.graphs.batch_kind import GRAMMAR_KINDS, BatchKind, kinds
 from eagle_kit.engine.graphs.graph_selection import GraphSelection, GraphUnit, UnitCost, by_frequency
-from eagle_kit.engine.padded_prompts import prompt_shapes, reason_against_graphs
+from eagle_kit.engine.padded_prompts import can_replay_prompts, prompt_shapes
 from eagle_kit.models.config import TargetConfig
 
 BYTES_OF_LAUNCH = 40 << 10
@@ -66,7 +66,7 @@ def graphs_of(
         chooses_shapes: see :func:`expected_shapes`.
     """
     if extent == "none":
-        return Graphs(0, 0)
+        return NO_GRAPHS
     shapes = expected_shapes(config, chooses_shapes=chooses_shapes)
     costs = unit_costs(target, draft, config, shapes)
     wanted = [unit for unit in costs if unit.kind in kinds(extent, can_have_grammars=True)]
@@ -90,7 +90,7 @@ def graphs_of_prompts(
         budget: bytes of all graphs; None is no limit. There are none for prompts if they took more than
             ``PROMPT_SHARE`` of it.
     """
-    if reason_against_graphs(target, draft, config) is not None:
+    if not can_replay_prompts(target, draft, config):
         return NO_GRAPHS
     _, verified = _launches(target, draft, NO_SPECULATION)
     launches = [verified]

@@ -114,7 +114,7 @@ class RankPlan:
 
     @cached_property
     def _configs(self) -> dict[Gpu, ResolvedConfig | None]:
-        """What :meth:`config_on` has found."""
+        """Results of :meth:`config_on` so far."""
         return {}
 
     def sizes_on(self, gpu: Gpu) -> ResolvedConfig | None:

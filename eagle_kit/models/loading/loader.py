@@ -342,8 +342,8 @@ def fill(
     missing = [(name, parameter) for name, parameter in model.named_parameters() if parameter.is_meta]
     for name, parameter in with_progress(missing):
         # Stack the published tensors.
-        parameter_dtype = dtype_of(model, name, dtype)
-        pieces = [take(published, part.name, parameter_dtype, layout).to(device) for part in parts[name]]
+        wanted = parameter_dtype(model, name, dtype)
+        pieces = [take(published, part.name, wanted, layout).to(device) for part in parts[name]]
         value = pieces[0]
         if len(pieces) > 1:
             value = torch.cat(pieces)
@@ -373,7 +373,7 @@ def set_parameter(model: torch.nn.Module, name: str, value: torch.Tensor) -> Non
     setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad))
 
 
-def dtype_of(model: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+def parameter_dtype(model: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     """Dtype of a parameter of a model in ``dtype``."""
     if stays_exact(model, name):
         return torch.float32

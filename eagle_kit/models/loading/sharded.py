@@ -16,7 +16,7 @@ from eagle_kit.models.loading.arrangement import arrangement_of
 from eagle_kit.models.loading.fp8_layout import FP8Layout, read_fp8_layout
 from eagle_kit.models.loading.loader import (
     check_tensors,
-    dtype_of,
+    parameter_dtype,
     read_published,
     read_raw_config,
     read_target_config,
@@ -90,7 +90,7 @@ def load_spread(
     sizes = []
     for i, layer in enumerate(model.layers):
         named = layer.named_parameters(f"layers.{i}")
-        sizes.append(sum(p.numel() * dtype_of(model, name, dtype).itemsize for name, p in named))
+        sizes.append(sum(p.numel() * parameter_dtype(model, name, dtype).itemsize for name, p in named))
     layer_devices = choose(sizes, devices)
     if len(devices) > 1:
         model.place_layers([*layer_devices, devices[0]])
@@ -243,7 +243,7 @@ def _read_rows(
         The rows, end to end in dimensions that are those of the published tensors.
     """
     parts = checkpoint.parts[weight.name]
-    parameter_dtype = dtype_of(checkpoint.model, weight.name, dtype)
+    stored_dtype = parameter_dtype(checkpoint.model, weight.name, dtype)
 
     # One index of the parameter is one row of the published tensors, or all rows of an expert.
     rows_per_index = sum(part.shape[0] for part in parts) // weight.parameter.shape[0]
@@ -258,11 +258,11 @@ def _read_rows(
         stop = min(last - offset, part.shape[0])
         offset += part.shape[0]
         wanted = range(start, max(start, stop))
-        piece = take_rows(weight.tensors, part.name, wanted, parameter_dtype, checkpoint.layout)
+        piece = take_rows(weight.tensors, part.name, wanted, stored_dtype, checkpoint.layout)
         if wanted or len(parts) == 1:
             pieces.append(piece.to(device))
     if not pieces:
-        return torch.empty(0, dtype=parameter_dtype, device=device)
+        return torch.empty(0, dtype=stored_dtype, device=device)
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces)

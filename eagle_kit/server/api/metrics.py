@@ -202,7 +202,7 @@ class _EngineCollector:
             ("generation_tokens", "Tokens of responses.", totals.num_generated_tokens),
             (
                 "requests_failed",
-                "Requests that ended because logits were not finite or the text could not be made.",
+                "Requests that ended by an error of the logits or of the text, or for lack of memory.",
                 totals.num_finished.get("error", 0),
             ),
             (
@@ -239,7 +239,7 @@ class _EngineCollector:
             (
                 "steps_out_of_memory",
                 "Steps that ended all requests, because the GPU had too little memory for parts too.",
-                totals.num_out_of_memory,
+                totals.num_steps_out_of_memory,
             ),
             ("spec_decode_num_drafts", "Verifications of at least one draft token.", totals.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens that were verified.", totals.num_draft_tokens),
