@@ -366,13 +366,23 @@ class Scheduler:
         """Admit waiting requests, in order, until one does not fit."""
         skipped: set[int] = set()  # groups that leave the slots of this step to others
         while self._free_slots:
-            first = self._queue.first(skipped)
-            if first is None:
+            first = self._first_willing(skipped)
+            if first is None or not self._admit(first):
                 return
-            if not self._can_begin(first) or self._leaves_last_slot(first):
-                skipped.add(first.group)
-            elif not self._admit(first):
-                return
+
+    def _first_willing(self, skipped: set[int]) -> Request | None:
+        """The first waiting request that takes a free slot now; None without one.
+
+        Args:
+            skipped: groups that leave the slots of this step to others; more are added.
+        """
+        for request in self._queue.in_order():
+            if request.group in skipped:
+                continue
+            if self._can_begin(request) and not self._leaves_last_slot(request):
+                return request
+            skipped.add(request.group)
+        return None
 
     def _leaves_last_slot(self, request: Request) -> bool:
         """Return True if a request leaves the last free slot to others, for some steps after a

@@ -8,7 +8,7 @@ the waiting requests of its group.
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from eagle_kit.engine.request import Request
@@ -155,23 +155,31 @@ class WaitingQueue:
             number,
         )
 
-    def first(self, skipped: Collection[int]) -> Request | None:
-        """The first request in the order of admission whose group is not in ``skipped``; None without one."""
-        best: Request | None = None
-        best_key: tuple[int, int, int, int, int] | None = None
-        for key, client in self._in_order:
-            # Keys of later clients are larger than the keys of their first requests, also where these are
-            # skipped.
-            if best_key is not None and best_key < key:
-                break
-            for request in self._clients[client].in_order():
-                if request.group not in skipped:
-                    own_key = self.order(request)
-                    if best_key is None or own_key < best_key:
-                        best = request
-                        best_key = own_key
-                    break
-        return best
+    def in_order(self) -> Iterator[Request]:
+        """Iterate over the first requests of the groups in the order of admission. The queue must not change
+        meanwhile.
+
+        A client is looked at when the first of its requests may be the next one of all.
+        """
+        clients = iter(self._in_order)
+        upcoming = next(clients, None)
+        opened: list[tuple[tuple[int, int, int, int, int], Request, Iterator[Request]]] = []
+        while opened or upcoming is not None:
+            # Open the clients whose first request comes before those of the open ones.
+            while upcoming is not None and not (opened and opened[0][0] < upcoming[0]):
+                requests = self._clients[upcoming[1]].in_order()
+                head = next(requests)
+                heapq.heappush(opened, (self.order(head), head, requests))
+                upcoming = next(clients, None)
+
+            # The least of their requests, in whose place comes the next one of its client.
+            _, request, requests = opened[0]
+            yield request
+            following = next(requests, None)
+            if following is None:
+                heapq.heappop(opened)
+            else:
+                heapq.heapreplace(opened, (self.order(following), following, requests))
 
     def candidates(self, most: int) -> list[Request]:
         """Waiting requests that a request of the batch may have to give way to, in the order of admission.

@@ -114,6 +114,7 @@ def test_of_two_engines_that_measure_at_once_the_first_decides():
         'KEYED {"a": {"backend": "torch", "seconds": {"torch": NaN}}}',
         'KEYED {"a": {"backend": "torch", "seconds": {"torch": "x"}}}',
         'KEYED {"a": {"backend": "torch", "seconds": 4}}',
+        'KEYED {"a": {"backend": "torch", "seconds": {"torch": 1' + "0" * 400 + "}}}",
     ],
 )
 def test_a_corrupt_file_is_measured_again_with_a_note(text, caplog):
@@ -186,6 +187,22 @@ def test_what_cannot_be_written_is_measured_at_each_start(folder, caplog):
     backends, timer = engine(0.5)
     assert timer.num_calls == 6 and chosen(backends) == ["triton"] * 3
     assert caplog.text.count("cannot be kept") == 1 and "EAGLE_KIT_CACHE" in caplog.text
+
+
+def test_a_folder_that_cannot_be_entered_costs_a_measurement_and_a_warning(folder, monkeypatch, caplog):
+    engine(0.5)
+    usual = os.stat
+
+    def refused(path, *args, **kwargs):
+        if str(path).startswith(str(folder)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return usual(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refused)
+        again, timer = engine(2.0)
+    assert timer.num_calls == 6 and not again.file.is_used
+    assert caplog.text.count("cannot be kept") == 1
 
 
 def test_a_choice_for_want_of_memory_is_not_kept():

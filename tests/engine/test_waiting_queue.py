@@ -9,6 +9,7 @@ from tiny_engine import resolved
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION
+from eagle_kit.engine import waiting_queue
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.request import Request
 from eagle_kit.engine.waiting_queue import WaitingQueue, progress
@@ -33,7 +34,7 @@ def heads(waiting) -> dict[int, Request]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_first_request_is_the_least_of_all(seed):
+def test_requests_come_in_their_order(seed):
     rng = random.Random(seed)
     queue = WaitingQueue()
     waiting, running = [], []
@@ -57,10 +58,8 @@ def test_the_first_request_is_the_least_of_all(seed):
         assert queue.num_requests == len(waiting)
         assert queue.num_tokens == sum(request.num_tokens for request in waiting)
 
-        # Some groups leave the step to others.
-        skipped = {group for group in range(9) if rng.random() < 0.3}
-        left = [head for group, head in heads(waiting).items() if group not in skipped]
-        assert queue.first(skipped) is min(left, key=queue.order, default=None)
+        expected = sorted(heads(waiting).values(), key=queue.order)
+        assert list(queue.in_order()) == expected
 
 
 def test_candidates_are_those_without_a_token_and_those_with_the_least_progress():
@@ -119,3 +118,37 @@ def test_a_step_looks_at_as_many_requests_with_ten_times_as_many_waiting(monkeyp
         engine.check()
         counts.append(len(looks))
     assert counts[1] <= 1.2 * counts[0] + 50, counts
+
+
+def test_long_prompts_that_leave_the_last_slot_to_others_are_looked_at_once(monkeypatch):
+    # A batch with two free slots, soon after a preemption.
+    config = resolved(8, 512, page_size=4, kv_tokens=64 * 600, prefill_tokens=16, mixed_prefill_tokens=4)
+    engine = Engine(tiny_target(vocab_size=11, num_layers=1), None, config)
+    use_random_runner(
+        engine,
+        RandomRunner(0, page_size=4, shape=NO_SPECULATION, ngram=False, failure_share=0.0),
+        NO_SPECULATION,
+    )
+    for number in range(6):
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        engine.add_request(Request(number, [1, 2, 3], params))
+    for _ in range(10):
+        engine.step()
+    engine.scheduler._num_guarded_steps = 32
+
+    # One of the long prompts begins; the others are behind it.
+    for number in range(10, 410):
+        engine.add_request(Request(number, [number % 11] * 300, SamplingParams(max_tokens=5)))
+    looks = []
+    in_order = waiting_queue._Client.in_order
+
+    def counted(self):
+        for request in in_order(self):
+            looks.append(request)
+            yield request
+
+    monkeypatch.setattr(waiting_queue._Client, "in_order", counted)
+    engine.step()
+    assert engine.num_waiting == 399
+    assert len(looks) < 3 * 400
+    engine.check()

@@ -141,10 +141,14 @@ class ChoiceFile:
                 self._known[name] = choice
                 self._write()
         except OSError as error:
-            self.is_used = False
-            text = "Measured choices cannot be kept, and are measured at each start: %s. %s"
-            logger.warning(text, error, writing_remedy(error, SET_CACHE))
+            self._give_up(error)
         return choice
+
+    def _give_up(self, error: OSError) -> None:
+        """Use the file no more, since it cannot be reached or written."""
+        self.is_used = False
+        text = "Measured choices cannot be kept, and are measured at each start: %s. %s"
+        logger.warning(text, error, writing_remedy(error, SET_CACHE))
 
     def _check_folder(self) -> None:
         """Use the file no more if others can write into its folder."""
@@ -157,18 +161,22 @@ class ChoiceFile:
     def _read(self) -> dict[str, BackendChoice[Any]]:
         """Choices in the file. One that others may have written, or that cannot be read, is deleted with a
         warning: owner and mode of a file that is only replaced would stay."""
-        if not self.path.is_file():
+        try:
+            if not self.path.is_file():
+                return {}
+            self._check_folder()
+            if not self.is_used:
+                return {}
+            reason = why_unsafe(self.path)
+        except OSError as error:  # such as a folder that this user cannot enter
+            self._give_up(error)
             return {}
-        self._check_folder()
-        if not self.is_used:
-            return {}
-        reason = why_unsafe(self.path)
         if reason is None:
             try:
                 return self._parse(read_object(self.path))
             except UserError as error:
                 reason = error.cause.rstrip(".")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
                 reason = f"it does not hold choices ({first_line(error)})"
         logger.warning("%s is not used, and its choices are measured again: %s.", self.path, reason)
         with suppress(OSError):
@@ -176,8 +184,8 @@ class ChoiceFile:
         return {}
 
     def _parse(self, data: Mapping[str, Any]) -> dict[str, BackendChoice[Any]]:
-        """Choices in the object that :meth:`_write` has made. Raises ValueError, KeyError, TypeError or
-        AttributeError for anything else."""
+        """Choices in the object that :meth:`_write` has made. Raises ValueError, OverflowError, KeyError,
+        TypeError or AttributeError for anything else."""
         if data["format"] != FORMAT or data["key"] != self.key:
             raise ValueError("another format or key")
         found: dict[str, BackendChoice[Any]] = {}
