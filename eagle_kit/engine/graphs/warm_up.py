@@ -202,7 +202,7 @@ def _cycles_of(engine: Engine, unit: GraphUnit) -> Iterator[_Cycle]:
 
 
 def _capture_prompts(engine: Engine, progress: _Progress) -> None:
-    """Capture the graphs of prompt steps, the largest first, while they take their share of the budget or less.
+    """Capture the graphs of prompt steps, the largest first, until they have their share of the budget.
 
     Steps of shapes that are left out are padded to the next larger one.
     """
