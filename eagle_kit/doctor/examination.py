@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.process import INTERRUPTED, num_cores
 from eagle_kit.doctor.check_processes import COMMAND, CheckProcesses, Lane
 from eagle_kit.doctor.checks import (
@@ -123,7 +123,11 @@ class _Examination:
         self.note = note
 
     def run(self) -> None:
-        """Run all checks, then try switches for those that failed."""
+        """Run all checks, then try switches for those that failed.
+
+        Raises:
+            UserError: no check has a word of ``only``.
+        """
         for line in lines_of_machine(self.findings.facts):
             self.note(line)
         [devices] = self._check([Lane([DEVICES_CHECK])])
@@ -134,6 +138,17 @@ class _Examination:
         for line in lines_of_devices(devices.values):
             self.note(line)
         capability = devices.values["devices"][0]["capability"]
+
+        # A misspelled word must not read as a GPU without a fault.
+        known = [*operation_checks(capability), MEMORY_CHECK]
+        for checks in engine_checks(capability):
+            known.extend(checks)
+        if not self._chosen(known) and self.options.target is None:
+            words = ", ".join(shown(word) for word in self.options.only)
+            raise UserError(
+                f"No check has the word {words} in its name.",
+                "Leave --only out: the names are in the lines of the checks.",
+            )
 
         # Operations, and beside them the texts that engines should give.
         operations = self._chosen(operation_checks(capability))

@@ -20,8 +20,8 @@ from eagle_kit.ops.recurrence import (
     TextPlan,
     Written,
     commit_recurrent,
-    commit_tail,
     convolved_texts,
+    moved_tail,
     path_columns,
     recurrent_texts,
     recurrent_window,
@@ -146,8 +146,15 @@ class _WindowRecur:
 
     def commit(self, path: torch.Tensor, num_committed: torch.Tensor) -> None:
         """See :meth:`StateWindow.commit`."""
+        # A cycle that lacks memory runs again, so that all memory is taken before the first write.
+        moved = {}
         for number, columns in self._columns.items():
-            commit_tail(self._pool.tails[number], self._slot_ids, columns, path, num_committed)
+            tails = self._pool.tails[number]
+            moved[number] = moved_tail(tails, self._slot_ids, columns, path, num_committed)
+
+        # Write the tails and the states.
+        for number, tail in moved.items():
+            self._pool.tails[number][self._slot_ids] = tail
         for number, written in self._written.items():
             commit_recurrent(self._pool.states[number], self._slot_ids, written, path, num_committed)
 

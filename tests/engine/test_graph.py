@@ -39,7 +39,7 @@ def test_modes_are_checked():
 
 def test_the_switch_turns_graphs_off(monkeypatch):
     target = tiny_target()
-    assert without_graphs(EngineConfig(), target).graph_mode is None
+    config = without_graphs(EngineConfig(), target)
+    assert config.resolve(on_gpu=True).graph_mode == "cycle"
     monkeypatch.setattr("eagle_kit.core.switches.disabled_parts", lambda: parse("graphs"))
-    for mode in (None, "cycle", "off"):
-        assert without_graphs(EngineConfig(graph_mode=mode), target).graph_mode == "off"
+    assert config.resolve(on_gpu=True).graph_mode == "off"

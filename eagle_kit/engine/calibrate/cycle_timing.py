@@ -20,6 +20,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.memory.engine_memory import NEED_LESS
 from eagle_kit.engine.request import Request
 
 SECONDS_OF_A_VISIT = 15.0
@@ -189,7 +190,7 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
     make no graphs: batches that small may not come again.
 
     Raises:
-        UserError: the target's logits are not finite.
+        UserError: the target's logits are not finite, or a GPU has too little memory.
     """
     before = engine.graphs_in_use
     engine.use_graphs("off")
@@ -200,6 +201,9 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
             engine.step()
     finally:
         engine.use_graphs(before)
+    for request in requests:
+        if request.response.failure is not None:
+            raise request.response.failure
     if any(request.finish_reason == "error" for request in requests):
         raise UserError(
             "The target's logits are not finite, so its cycles cannot be timed.",
@@ -238,13 +242,22 @@ class _Batch:
         prefill(self._engine, self._requests)
 
     def step(self, shape: SpecShape) -> float:
-        """Run a cycle of all requests -> seconds."""
+        """Run a cycle of all requests, and return the seconds that it took.
+
+        Raises:
+            UserError: a GPU has too little memory for the whole cycle.
+        """
         if any(request.finish_reason for request in self._requests):  # the context is short
             self.begin()
         self._dictated.shape = shape
+        totals = self._engine.totals
+        num_in_parts = totals.num_steps_in_parts
         begun = time.perf_counter()
         self._engine.step()
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        if totals.num_steps_in_parts != num_in_parts:
+            raise UserError(f"The GPU has too little memory for a cycle of shape {shape}.", NEED_LESS)
+        return seconds
 
     def turn(self, shape: SpecShape, num_cycles: int) -> Iterator[float]:
         """Run ``num_cycles`` cycles besides those that make a graph -> seconds of each."""

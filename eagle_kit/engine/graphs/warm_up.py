@@ -274,7 +274,8 @@ def _capture_unit(engine: Engine, unit: GraphUnit, selection: GraphSelection, pr
         num_captured = engine.num_graphs - num_graphs
         is_new = num_captured == selection.cost([unit]).number
         measured = runner.graphs.node_bytes - node_bytes
-        selection.note_captured(unit, measured if is_new else None)
+        if num_captured:
+            selection.note_captured(unit, measured if is_new else None)
     seconds = time.perf_counter() - begun
     progress.add(f"graphs of batches: {unit.kind.name}", engine.num_graphs - num_graphs, seconds)
 
@@ -292,7 +293,15 @@ def _compile_cycles(engine: Engine, units: Sequence[GraphUnit], progress: _Progr
         num_cycles = 0
         for cycle in _cycles_of(engine, unit) if is_needed else ():
             if runner.serving_unit(unit, cycle.shape) == unit:  # batches are not padded to larger ones
-                runner.run_idle(*cycle, engine.ngram, may_capture=False)
+                try:
+                    runner.run_idle(*cycle, engine.ngram, may_capture=False)
+                except torch.OutOfMemoryError as error:
+                    # Traffic runs such a step in parts. Other ranks would wait for this one.
+                    if engine.target.ranks is not None:
+                        raise
+                    clear_frames(error)
+                    torch.cuda.empty_cache()
+                    break
                 num_cycles += 1
         progress.add("cycles without a graph", num_cycles, time.perf_counter() - begun)
         progress.step()

@@ -21,8 +21,8 @@ __all__ = [
     "TextPlan",
     "Written",
     "commit_recurrent",
-    "commit_tail",
     "convolved_texts",
+    "moved_tail",
     "path_columns",
     "recurrent_texts",
     "recurrent_window",
@@ -113,13 +113,13 @@ def window_convolution(
     return reference.window_convolution(x, weight, bias, tails[slots], columns)
 
 
-def commit_tail(
+def moved_tail(
     tails: torch.Tensor,
     slots: torch.Tensor,
     x: torch.Tensor,
     path: torch.Tensor,
     num_committed: torch.Tensor,
-) -> None:
-    """Move the tails in ``slots`` on by the first ``num_committed [B]`` nodes of ``path [B, m]``, whose
-    columns are ``x [B, N, C]``."""
-    tails[slots] = reference.commit_tail(tails[slots], x, path, num_committed)
+) -> torch.Tensor:
+    """Tails of ``slots``, moved on by the first ``num_committed [B]`` nodes of ``path [B, m]``, whose columns
+    are ``x [B, N, C]``. Nothing is written."""
+    return reference.commit_tail(tails[slots], x, path, num_committed)

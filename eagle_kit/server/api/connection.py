@@ -12,6 +12,10 @@ HEADERS_S = 10.0
 UNREAD_S = 60.0
 """Seconds without reading anything after which a client with a full buffer is cut off."""
 MOST_CONNECTIONS = 4096
+"""Most open connections of a server that holds few requests."""
+CONNECTIONS_PER_REQUEST = 2
+"""Connections for each request that the server holds: of requests that wait, of the reserve for clients with
+little (``room.py``), and of those that ask for /health meanwhile."""
 MOST_BACKLOG = 128
 """Connections that the system keeps until they are accepted, all of which are accepted at once."""
 OWN_FILES = 64
@@ -25,19 +29,24 @@ class ConnectionLimits(NamedTuple):
     backlog: int
 
 
-def connection_limits() -> ConnectionLimits:
+def connection_limits(num_requests: int) -> ConnectionLimits:
     """Raise the process' limit of open files as far as connections need it and the system allows it -> the
-    limits that fit. One that is never reached cannot fail in ``accept``, which asyncio logs for each try."""
+    limits that fit. One that is never reached cannot fail in ``accept``, which asyncio logs for each try.
+
+    Args:
+        num_requests: most requests that the server holds.
+    """
     import resource
 
-    wanted = MOST_CONNECTIONS + 2 * MOST_BACKLOG + OWN_FILES
+    most = max(MOST_CONNECTIONS, CONNECTIONS_PER_REQUEST * num_requests)
+    wanted = most + 2 * MOST_BACKLOG + OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     backlog = min(MOST_BACKLOG, allowed // 8)
     connections = max(allowed - 2 * backlog - OWN_FILES, 1)
-    return ConnectionLimits(min(connections, MOST_CONNECTIONS), backlog)
+    return ConnectionLimits(min(connections, most), backlog)
 
 
 def connection_class(most: int) -> Any:

@@ -66,7 +66,8 @@ class Profiles:
 
         await self._engine.call(self._engine.engine.stop_profile)
         try:
-            await asyncio.wrap_future(profile.written)
+            # Shielded: a call that is cancelled must not cancel what the thread that writes will set.
+            await asyncio.shield(asyncio.wrap_future(profile.written))
         except (OSError, RuntimeError) as error:
             remedy = writing_remedy(error, "start the server with another --profile-dir")
             message = f"The trace could not be written: {first_line(error)}. {remedy}"
@@ -116,6 +117,8 @@ class Profiles:
             )
         if output_dir is None:
             return self._folder
+        if "\0" in output_dir:
+            raise UserError("The output_dir has a null character.", "Leave it out.")
         folder = (self._folder / output_dir).resolve()
         if not folder.is_relative_to(self._folder):
             raise UserError(

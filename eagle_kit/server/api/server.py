@@ -64,7 +64,7 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
     from eagle_kit.server.api.connection import connection_class, connection_limits
 
     service = app.state.service
-    limits = connection_limits()
+    limits = connection_limits(service.engine.capacity)
     grace_s = service.config.grace_period_s
 
     class Server(uvicorn.Server):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.doctor.checks import TimeLimits
 from eagle_kit.doctor.examination import ExaminationOptions, examine
 
@@ -82,6 +83,11 @@ def test_a_hang_is_ended_and_shows_where(tmp_path):
     assert "export EAGLE_KIT_DISABLE=triton:swiglu" in found.record["summary"]
     [hung] = [each for each in found.record["checks"] if each["state"] == "hung"]
     assert "doctor_worker.py" in hung["standard_error"]
+
+
+def test_a_word_that_no_check_has_is_refused(tmp_path):
+    with pytest.raises(UserError, match="narm"):
+        examined(tmp_path, "nothing", "narm")
 
 
 def test_an_interruption_writes_what_is_there(tmp_path, interruptible):

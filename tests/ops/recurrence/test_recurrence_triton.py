@@ -11,8 +11,8 @@ from eagle_kit.ops.recurrence import (
     Text,
     TextPlan,
     commit_recurrent,
-    commit_tail,
     convolved_texts,
+    moved_tail,
     path_columns,
     recurrent_texts,
     recurrent_window,
@@ -210,7 +210,7 @@ def test_convolutions_follow_the_paths_of_a_tree():
             torch.testing.assert_close(out[b, node], convolve(columns, weight, bias), rtol=1e-5, atol=1e-5)
             for count in range(len(path) + 1):
                 every, kept = torch.tensor(path).expand(B, -1), pool.clone()
-                commit_tail(kept, SLOTS, x, every, torch.full((B,), count))
+                kept[SLOTS] = moved_tail(kept, SLOTS, x, every, torch.full((B,), count))
                 wanted = torch.cat((tail, x[b, path[:count]]))[-(W - 1) :]
                 assert kept[SLOTS[b]].equal(wanted)
                 assert kept[[1, 3, 5]].equal(pool[[1, 3, 5]])

@@ -594,11 +594,17 @@ def is_open(connection):
         return False
 
 
+def limit_connections(monkeypatch, most):
+    """Let the next server have ``most`` connections."""
+    monkeypatch.setattr("eagle_kit.server.api.connection.MOST_CONNECTIONS", most)
+    monkeypatch.setattr("eagle_kit.server.api.connection.CONNECTIONS_PER_REQUEST", 0)
+
+
 @pytest.mark.parametrize(
     "begun", [b"GET /health HTTP/1.1\r\nX-Slow: 1", HALF_A_REQUEST], ids=["head", "body"]
 )
 def test_clients_that_do_not_send_their_requests_keep_nobody_from_connecting(scripted, monkeypatch, begun):
-    monkeypatch.setattr("eagle_kit.server.api.connection.MOST_CONNECTIONS", 8)
+    limit_connections(monkeypatch, 8)
     with serving(*scripted("abc")) as server, ExitStack() as stack:
         half = []
         for _ in range(30):
@@ -612,7 +618,7 @@ def test_clients_that_do_not_send_their_requests_keep_nobody_from_connecting(scr
 
 
 def test_connections_that_are_being_answered_stay_and_the_next_is_closed(scripted, monkeypatch):
-    monkeypatch.setattr("eagle_kit.server.api.connection.MOST_CONNECTIONS", 2)
+    limit_connections(monkeypatch, 2)
     with serving(*scripted(LONG, hold_at=6)) as server, ThreadPoolExecutor(2) as pool:
         both = [pool.submit(httpx.post, server.url + CHAT, json=body(), timeout=30) for _ in range(2)]
         wait_until(lambda: server.service.engine.num_live == 2)
@@ -623,7 +629,7 @@ def test_connections_that_are_being_answered_stay_and_the_next_is_closed(scripte
 
 
 def test_clients_that_do_not_read_their_responses_keep_nobody_from_connecting(scripted, monkeypatch):
-    monkeypatch.setattr("eagle_kit.server.api.connection.MOST_CONNECTIONS", 2)
+    limit_connections(monkeypatch, 2)
     with serving(*scripted("abc")) as server, ExitStack() as stack:
         for _ in range(2):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
@@ -650,8 +656,19 @@ def test_connections_fit_the_limit_of_open_files(monkeypatch, soft, hard, raised
     raised = []
     monkeypatch.setattr("resource.getrlimit", lambda kind: (soft, hard))
     monkeypatch.setattr("resource.setrlimit", lambda kind, limits: raised.append(limits))
-    assert connection_limits() == (connections, backlog)
+    assert connection_limits(0) == (connections, backlog)
     assert raised == ([(raised_to, hard)] if raised_to else [])
+
+
+def test_a_full_queue_keeps_nobody_from_connecting(scripted, monkeypatch):
+    monkeypatch.setattr("eagle_kit.server.api.connection.MOST_CONNECTIONS", 2)
+    with serving(*scripted(LONG, hold_at=6), max_queued=8) as server, ThreadPoolExecutor(16) as pool:
+        most = server.service.engine.capacity
+        answers = [pool.submit(httpx.post, server.url + CHAT, json=body(), timeout=30) for _ in range(most)]
+        wait_until(lambda: server.service.engine.num_live == most)
+        assert server.http.get("/health").status_code == 200
+        server.engine.release()
+        assert [answer.result().status_code for answer in answers] == [200] * most
 
 
 def test_a_client_that_never_reads_is_cut_off(scripted, monkeypatch):

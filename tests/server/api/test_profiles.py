@@ -1,7 +1,9 @@
 """Profiles that /start_profile and /stop_profile start and stop."""
 
+import asyncio
 import gzip
 import json
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +13,7 @@ from tiny import tiny_head
 
 from eagle_kit.cli import main
 from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.step_profile import StepProfile
 from tests.server.api.serving import serving, wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -127,6 +130,7 @@ def test_traces_stay_in_the_servers_folder(scripted, tmp_path):
         ({"activities": ["MEM"]}, "activities"),
         ({"start_step": 3}, "start_step"),
         ({"profile_by_stage": True}, "profile_by_stage"),
+        ({"output_dir": "a\0b"}, "output_dir"),
     ],
 )
 def test_what_a_profile_cannot_record_is_refused(scripted, tmp_path, body, about):
@@ -157,6 +161,31 @@ def test_a_file_that_cannot_be_written_is_an_error_and_responses_go_on(scripted,
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "profile_not_written")
         assert ask(server) == LONG[:20]
         assert server.http.post("/start_profile").status_code == 200
+
+
+def test_a_call_that_is_cancelled_leaves_the_writing_alone(scripted, tmp_path, monkeypatch):
+    llm, engine = scripted(LONG)
+    may_write = threading.Event()
+    write = StepProfile._write
+
+    def late(self):
+        may_write.wait(20)
+        write(self)
+
+    monkeypatch.setattr(StepProfile, "_write", late)
+    with serving(llm, engine, profile_dir=tmp_path) as server:
+        assert server.http.post("/start_profile").status_code == 200
+        profile = engine.profile
+        profiles = server.service.profiles
+
+        async def give_up():
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(profiles.stop(), 0.5)
+
+        loop = server.service.engine._loop
+        asyncio.run_coroutine_threadsafe(give_up(), loop).result(10)
+        may_write.set()
+        assert profile.written.result(10).exists()
 
 
 def test_a_server_that_stops_finishes_its_profile(scripted, tmp_path):

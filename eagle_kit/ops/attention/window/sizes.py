@@ -209,4 +209,5 @@ def few_enough(parts: Parts, programs: int, columns: int, numbers: int, sms: int
     merged = MERGED_NUMBERS // numbers
     if parts.usual <= merged or programs * merged < 0.8 * sms:
         return parts
-    return parts._replace(usual=merged, most=max(merged, triton.cdiv(columns, parts.longest)))
+    most = min(parts.most, triton.cdiv(columns, parts.longest))
+    return parts._replace(usual=merged, most=max(merged, most))
