@@ -31,7 +31,8 @@ class FakeTimer:
     """Timer by which Triton takes ``ratio`` of torch's time."""
 
     def __init__(self, ratio):
-        self.ratio, self.num_calls = ratio, 0
+        self.ratio = ratio
+        self.num_calls = 0
 
     def __call__(self, backend, size, device):
         self.num_calls += 1
@@ -233,7 +234,8 @@ def test_a_backend_that_fails_otherwise_stays_out():
 
 def test_the_hash_of_sources_changes_with_each_of_them(tmp_path):
     (tmp_path / "kernel").mkdir()
-    inner, outer = tmp_path / "kernel" / "a.py", tmp_path / "b.py"
+    inner = tmp_path / "kernel" / "a.py"
+    outer = tmp_path / "b.py"
     inner.write_text("1")
     outer.write_text("2")
     found = {hash_of_sources([tmp_path / "kernel", outer])}

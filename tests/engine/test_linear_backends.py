@@ -191,7 +191,8 @@ class RanksInTurn:
     """Ranks that run one after the other: the first one's messages are read by the others."""
 
     def __init__(self, messages, is_first):
-        self.messages, self.is_first = messages, is_first
+        self.messages = messages
+        self.is_first = is_first
 
     def agree(self, value):
         if self.is_first:
@@ -204,7 +205,8 @@ class RanksInTurn:
 
 
 def test_the_first_rank_measures_and_the_others_take_its_choice():
-    messages, sizes = [], [SIZE, SIZE._replace(rows=8)]
+    messages = []
+    sizes = [SIZE, SIZE._replace(rows=8)]
     timers = FakeTimer(0.5), FakeTimer(2.0)
     tables = []
     for timer, is_first in zip(timers, (True, False), strict=True):

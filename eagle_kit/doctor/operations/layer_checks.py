@@ -235,7 +235,11 @@ def recurrence(dtype: torch.dtype, *, delta: bool) -> float:
     """Five nodes of three requests, two of them siblings: the path to the last is read token by token, and
     committed."""
     # Inputs, and states in another order than the requests.
-    num_requests, num_nodes, heads, size, width = 3, 5, 3, 4, 3
+    num_requests = 3
+    num_nodes = 5
+    heads = 3
+    size = 4
+    width = 3
     lead = (num_requests, num_nodes, heads)
     q = normal(dtype, *lead, size)
     k = normal(dtype, *lead, size, seed=1) * 0.5
@@ -282,7 +286,9 @@ def decayed_sums(dtype: torch.dtype) -> float:
 
 def recurrence_of_texts(dtype: torch.dtype) -> float:
     """Two texts, the second behind a state; the end of the first is saved."""
-    heads, size, lengths = 3, 4, (40, 3)
+    heads = 3
+    size = 4
+    lengths = (40, 3)
     total = sum(lengths)
     q = normal(dtype, total, heads, size) * 0.5
     k = normal(dtype, total, heads, size, seed=1) * 0.5

@@ -161,6 +161,7 @@ def open_backends(
     Raises:
         UserError: a backend was named and is not there, is disabled, or cannot compute a layer of the store.
     """
+    # A CPU has no choice.
     device = store.device
     if device.type != "cuda":
         if name != "auto":
@@ -169,6 +170,8 @@ def open_backends(
                 "Leave the prefill backend at auto, which is torch on a CPU.",
             )
         return PrefillBackends("torch", {})
+
+    # Our own kernel, where it was asked for.
     forced: Backend | None = "triton" if name == "triton" else None
     default = "triton" if uses_triton("attention/prefill", store.tensors[0], forced) else "torch"
     if name == "triton":
@@ -178,12 +181,16 @@ def open_backends(
                 "Leave one of the two out.",
             )
         return PrefillBackends(default, {})
+
+    # One library, where it was asked for.
     capability = device_facts(device).capability // 10
     if name != "auto":
         library = open_library(name, device, capability)
         if reason := next(iter(reasons_against(library, store)), None):
             raise UserError(f"The target cannot be prefilled by {name}: {library.title} {reason}.", OTHER)
         return PrefillBackends(default, {name: library}, forced=name)
+
+    # All libraries that can compute a layer.
     libraries: dict[LibraryName, PrefillLibrary] = {}
     left_out: list[str] = []
     for each in LIBRARIES:
