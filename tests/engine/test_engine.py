@@ -310,9 +310,12 @@ def test_the_shape_follows_the_batch(models, plain, shapes, options):
     engine.use_shape(table)
     used = set()
     run = engine.runner._run
-    engine.runner._run = lambda matches, inputs, settings, tree: (
-        used.add((len(inputs.slot_ids), settings.shape)) or run(matches, inputs, settings, tree)
-    )
+
+    def run_and_record(matches, inputs, settings, *rest):
+        used.add((len(inputs.slot_ids), settings.shape))
+        return run(matches, inputs, settings, *rest)
+
+    engine.runner._run = run_and_record
     requests = [Request(i, list(p), SamplingParams(max_tokens=8 + 8 * i)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
     for i, request in enumerate(requests):

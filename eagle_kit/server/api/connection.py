@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from eagle_kit.server.api.errors import ApiError
 
-HEADERS_S = 10.0
-"""Seconds in which the line and the headers of a request have to arrive."""
+HEADERS_S = 60.0
+"""Seconds in which the line and the headers of a request have to arrive, nginx's ``client_header_timeout``: a
+client that opens a thousand connections at once takes ten to send on the last of them."""
 UNREAD_S = 60.0
 """Seconds without reading anything after which a client with a full buffer is cut off."""
 MOST_CONNECTIONS = 4096
@@ -16,7 +17,7 @@ MOST_CONNECTIONS = 4096
 CONNECTIONS_PER_REQUEST = 2
 """Connections for each request that the server holds: of requests that wait, of the reserve for clients with
 little (``room.py``), and of those that ask for /health meanwhile."""
-MOST_BACKLOG = 128
+MOST_BACKLOG = 512
 """Connections that the system keeps until they are accepted, all of which are accepted at once."""
 OWN_FILES = 64
 """Files that the process has open beside connections, with some to spare."""

@@ -45,8 +45,9 @@ async def send_all(url: str) -> tuple[list[httpx.Response], int]:
                 for number in range(NUM_REQUESTS)
             )
         )
-        # Another address is another client.
-        transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        # Another address is another client; it opens a connection for each request.
+        no_idle = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2", limits=no_idle)
         async with httpx.AsyncClient(base_url=url, transport=transport, timeout=None) as other:
             while not load.done():
                 await asyncio.sleep(0.2)
