@@ -366,6 +366,8 @@ class EngineConfig(Options):
         default_graph_mode = "cycle" if can_capture and (on_gpu or can_record) else "off"
         default_lag = int(on_gpu and can_lag)
 
+        shape = self.shape or ShapeTable.parse(NO_SPECULATION)
+
         # The largest batch is the last of the sizes.
         sizes = default_sizes if self.batch_sizes is None else self.batch_sizes
         resolved = {
@@ -377,7 +379,8 @@ class EngineConfig(Options):
             "lag": default_lag if self.lag is None else self.lag,
             "batch_sizes": _sizes_up_to(max_batch_size, sizes),
             "graph_mode": self.graph_mode or default_graph_mode,
-            "shape": self.shape or ShapeTable.parse(NO_SPECULATION),
+            "shape": shape,
+            "draft_scratch": max(MAX_WINDOW, shape.num_draft_nodes),
         }
         return ResolvedConfig(**{**dict(self), **resolved})
 
@@ -390,6 +393,8 @@ class ResolvedConfig(EngineConfig):
     engine runs a policy instead (``autotune/policy.py``).
     """
 
+    draft_scratch: int
+    """Scratch rows of a request in the draft's store: those of a window, or more for a larger draft."""
     max_batch_size: int
     max_context: int
     prefill_tokens: int

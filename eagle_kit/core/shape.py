@@ -8,6 +8,9 @@ from eagle_kit.core.errors import UserError
 MAX_WINDOW = 64
 """Maximum number of nodes of a window: ancestors are the bits of one 64-bit word."""
 
+MAX_DRAFT_NODES = 128
+"""Maximum number of nodes that a draft runs in one cycle: their ancestors are the bits of two words."""
+
 
 class SpecShape(NamedTuple):
     """Size of a draft and of the window that verifies it.
@@ -17,9 +20,9 @@ class SpecShape(NamedTuple):
         topk: nodes that the draft runs per depth, and children of each of them, K. 1 is a chain.
         tokens: nodes verified in one target forward, N, *root included*.
 
-    The published code of EAGLE counts forwards: its ``depth`` d is d + 1 steps here. Its ``total_token`` is
-    ``tokens``. The nodes that the draft runs, K (S - 1), must fit a window of 64. So the published tree of 60
-    nodes with K = 10 has up to 7 steps here (``7,10,60``).
+    The published code of EAGLE-3 (SafeAILab/EAGLE, ``EaModel.from_pretrained``) has ``depth=7``, ``top_k=10``
+    and ``total_token=60``, which is ``8,10,60`` here. Its ``depth`` counts the draft's forwards after the
+    first one, so d are d + 1 steps; its ``total_token`` counts the root.
     """
 
     steps: int
@@ -36,6 +39,11 @@ class SpecShape(NamedTuple):
         """The shape with its kind, such as ``4,1,5 (chain)``."""
         kind = "chain" if self.topk == 1 else "tree"
         return f"{self} ({kind})"
+
+    @property
+    def num_draft_nodes(self) -> int:
+        """Nodes that an autoregressive draft runs, K (S - 1): those of the last depth are not run."""
+        return self.topk * max(self.steps - 1, 0)
 
     @classmethod
     def parse(cls, text: "str | SpecShape | None") -> "SpecShape":
@@ -83,10 +91,18 @@ class SpecShape(NamedTuple):
                 f"The shape {self} verifies {tokens} tokens, too few to reach its depth of {steps}.",
                 f"Use at least {steps + 1} tokens, or fewer steps.",
             )
-        if topk * max(steps - 1, 0) > MAX_WINDOW:
+        if topk >= MAX_WINDOW:
             raise UserError(
-                f"The shape {self} drafts {topk * (steps - 1)} nodes; a window holds {MAX_WINDOW}.",
-                "Lower steps or topk.",
+                f"The shape {self} drafts {topk} children of a node, and a window has room for "
+                f"{MAX_WINDOW - 1} drafts.",
+                f"Use topk of at most {MAX_WINDOW - 1}.",
+            )
+        if self.num_draft_nodes > MAX_DRAFT_NODES:
+            raise UserError(
+                f"The draft runs topk x (steps - 1) = {self.num_draft_nodes} nodes in the shape {self}, "
+                f"more than {MAX_DRAFT_NODES}.",
+                f"Use at most {1 + MAX_DRAFT_NODES // topk} steps, or a topk of at most "
+                f"{MAX_DRAFT_NODES // (steps - 1)}.",
             )
 
 
@@ -152,6 +168,11 @@ class ShapeTable:
     def topk(self) -> int:
         """Largest ``topk`` of the shapes."""
         return max(shape.topk for shape in self.shapes)
+
+    @property
+    def num_draft_nodes(self) -> int:
+        """Most nodes that a draft runs in one of the shapes."""
+        return max(shape.num_draft_nodes for shape in self.shapes)
 
     @property
     def tokens(self) -> int:

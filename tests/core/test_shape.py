@@ -21,7 +21,10 @@ def test_a_shape_is_three_numbers():
         ("4,1,6", "cannot verify 6"),
         ("2,2,8", "more than the draft grows"),
         ("5,4,5", "too few to reach"),
-        ("20,4,30", "a window holds 64"),
+        ("14,10,60", r"topk x \(steps - 1\) = 130 nodes.* more than 128"),
+        ("34,4,60", "= 132 nodes"),
+        ("2,64,64", "has room for 63 drafts"),
+        ("1,100,50", "has room for 63 drafts"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(text, cause):
@@ -44,9 +47,21 @@ def test_a_table_gives_every_batch_its_shape():
     assert ShapeTable.parse(None) == ShapeTable.parse("none") == ShapeTable.parse(NO_SPECULATION)
 
 
-@pytest.mark.parametrize("text", ["63,1,64", "2,2,7", "5,4,6", "17,4,30", "9,8,64", "1,1,2", "1,63,64"])
+@pytest.mark.parametrize(
+    "text",
+    ["63,1,64", "2,2,7", "5,4,6", "17,4,30", "9,8,64", "1,1,2", "1,63,64", "8,10,60", "13,10,64", "3,63,64"],
+)
 def test_the_largest_and_smallest_shapes_can_be_drafted(text):
     assert str(SpecShape.parse(text)) == text
+
+
+def test_the_remedy_of_a_draft_of_too_many_nodes_can_be_drafted():
+    with pytest.raises(UserError) as refused:
+        SpecShape.parse("14,10,60")
+    assert refused.value.remedy == "Use at most 13 steps, or a topk of at most 9."
+    assert SpecShape.parse("13,10,60").num_draft_nodes == 120
+    assert SpecShape.parse("14,9,60").num_draft_nodes == 117
+    assert ShapeTable.parse("5,4,16 8:8,10,60 32:none").num_draft_nodes == 70
 
 
 def test_a_shape_that_is_no_text_is_checked_too():
