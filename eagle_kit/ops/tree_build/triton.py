@@ -188,8 +188,8 @@ def _beam_options(topk: int) -> dict[str, int]:
 
 
 def _num_warps(block: int) -> int:
-    """Warps at four candidates per thread, so that a small tree needs no barrier between warps; the largest
-    keeps its 4,096 in registers at eight per thread but not at 16."""
+    """Warps at four candidates per thread, so that a small tree needs no barrier between warps; 4,096 stay in
+    registers at eight per thread but not at 16. Larger trees, with K from 46 on, spill some."""
     return min(16, max(1, block // 128))
 
 

@@ -27,8 +27,8 @@ def variants() -> list[Variant]:
         return Variant(name, kernel, types, constants, num_warps=num_warps, narrow=narrow)
 
     found = [variant("chain_build", _chain_build, {"BLOCK": 8}, 1)]
-    # Beams: the default width, a wide one, that of drafts of more than 64 nodes, the widest.
-    for topk, words in ((4, 1), (10, 1), (16, 1), (10, 2), (63, 2)):
+    # Beams: the default width, a wide one, the widest; those of drafts of more than 64 nodes.
+    for topk, words in ((4, 1), (10, 1), (16, 1), (10, 2), (16, 2)):
         block = triton.next_power_of_2(topk)
         constants = {"TOPK": topk, "WORDS": words}
         name = f"K{topk}" + (" two words" if words == 2 else "")
@@ -38,8 +38,8 @@ def variants() -> list[Variant]:
         found.append(
             variant(f"grow_beam {name}", _grow_beam, {**constants, **options}, warps, "a few hundred scores")
         )
-    # Trees: the default, a wide one, EAGLE-3's, a deep one, the most candidates.
-    for steps, topk in ((5, 4), (6, 10), (8, 10), (16, 16), (3, 63)):
+    # Trees: the default, a wide one, EAGLE-3's, the largest.
+    for steps, topk in ((5, 4), (6, 10), (8, 10), (16, 16)):
         block = triton.next_power_of_2(topk + (steps - 1) * topk**2)
         constants = {"TOPK": topk, "ROUNDS": (steps - 1).bit_length(), "BLOCK": block}
         found.append(variant(f"tree_build S{steps} K{topk}", _tree_build, constants, _num_warps(block)))

@@ -156,9 +156,10 @@ def _window(
 
     # Positions of the nodes: behind the prefix by the number of their ancestors.
     if WINDOW > 0 or CHUNK > 0:
+        last_of_prefix = prefix - 1
         own_key = (num_keys - num_rows // G + node).to(tl.int64)
         # A column: Triton 3.7 does not compile chunks of positions that it needs in two layouts.
-        position = prefix + count_up_to(words, own_key[:, None], WORDS) - 1
+        position = last_of_prefix + count_up_to(words, own_key[:, None], WORDS)
         first_of = first_seen(position, WINDOW, CHUNK)
 
     # The other blocks, masked.
@@ -177,7 +178,7 @@ def _window(
         window_key = tl.where(in_window, key, 0).to(tl.int64)[None, :]
         seen = in_prefix[None, :] | (in_window[None, :] & has_key(words, window_key, WORDS))
         if WINDOW > 0 or CHUNK > 0:
-            key_position = prefix + count_up_to(words, window_key, WORDS) - 1
+            key_position = last_of_prefix + count_up_to(words, window_key, WORDS)
             key_position = tl.where(in_prefix[None, :], column[None, :], key_position)
             seen = seen & (key_position >= first_of)
 
