@@ -172,7 +172,8 @@ def _attend(
 
     # Ancestor bits of the nodes, this request's pages, and its scratch by column.
     first_word = ancestors + (request * num_nodes + row // heads) * WORDS
-    words = load_words(first_word, is_row, AXIS, WORDS)
+    if WORDS == 1:
+        words = load_words(first_word, is_row, AXIS, WORDS)
     pages = page_table + request * table_stride
     scratch = (scratch_start + request * scratch_stride - prefix).to(tl.int32)
     row_max = tl.full((QUERIES,), float("-inf"), tl.float32)
@@ -209,6 +210,8 @@ def _attend(
         if start + KEYS > prefix:
             column = start + tl.arange(0, KEYS)
             key = tl.minimum(tl.maximum(column - prefix, 0), 64 * WORDS - 1).to(tl.int64)
+            if WORDS > 1:  # several words are no registers of the loop
+                words = load_words(first_word, is_row, AXIS, WORDS)
             seen = has_key(words, tl.expand_dims(key, OTHER), WORDS)
             seen = tl.expand_dims(column < prefix, OTHER) | (seen & tl.expand_dims(column < end, OTHER))
             scores = tl.where(seen, scores, float("-inf"))
