@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.cli import app, diagnose, evaluate, generate, serve, tune
+from eagle_kit.cli import app, diagnose, evaluate, generate, serve_flags, tune
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.config.engine import EngineConfig, NgramConfig
 from eagle_kit.config.loading.flags import options_of
@@ -125,21 +125,21 @@ def test_every_sampling_flag_reaches_the_parameters():
 
 def test_every_flag_of_the_server_reaches_its_options():
     table = {**ENGINE, **LOADING, **RANKS}
-    flags = {**serve.ENGINE_FLAGS, **serve.DRAFT_FLAGS}
+    flags = {**serve_flags.ENGINE_FLAGS, **serve_flags.DRAFT_FLAGS}
     in_other_tests = {"shape", "sampled_drafts", "prefix_cache"}
     assert {name for name, _ in table.values()} == {*flags, "algorithm", "seed"} - in_other_tests
     args = app.parse(["serve", "model", *words_of({**table, **SERVER, **NGRAM})])
-    config = serve.engine_config(args)
+    config = serve_flags.engine_config(args)
     assert found_of(config, table) == fields_of(table)
     assert config.ngram == NgramConfig(**fields_of(NGRAM))
     assert set(fields_of(NGRAM)) == set(NgramConfig.model_fields)
     assert set(fields_of(SERVER)) == set(ServerConfig.model_fields) - {"max_body_bytes", "model_aliases"}
-    assert found_of(options_of(args, ServerConfig, serve.SERVER_FLAGS), SERVER) == fields_of(SERVER)
+    assert found_of(options_of(args, ServerConfig, serve_flags.SERVER_FLAGS), SERVER) == fields_of(SERVER)
 
 
 def test_switches_of_the_server_reach_its_options(capsys):
     def config(*words):
-        return serve.engine_config(app.parse(["serve", "model", *words]))
+        return serve_flags.engine_config(app.parse(["serve", "model", *words]))
 
     # Switches, and values that another flag gives as well.
     usual = config()

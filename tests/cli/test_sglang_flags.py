@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from eagle_kit.cli import serve, sglang_flags
+from eagle_kit.cli import serve, serve_flags, sglang_flags
 from eagle_kit.cli.sglang_flags import SGLANG_FLAGS
 from eagle_kit.core.errors import UserError
 
@@ -14,7 +14,7 @@ def config_of(*flags):
     serve.configure(parser)
     args = parser.parse_args(["a-target", *flags])
     sglang_flags.apply(args)
-    return serve.engine_config(args)
+    return serve_flags.engine_config(args)
 
 
 @pytest.mark.parametrize(

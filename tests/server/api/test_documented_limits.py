@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_kit.cli.serve import SHAPE_DEFAULTS
+from eagle_kit.cli.serve_flags import SHAPE_DEFAULTS
 from eagle_kit.config.engine import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_CONTEXT,

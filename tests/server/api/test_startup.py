@@ -12,7 +12,8 @@ import pytest
 from tiny_run import make_target
 
 from eagle_kit.cli import main
-from eagle_kit.cli.serve import check_algorithm, configure, shape_of
+from eagle_kit.cli.serve import configure
+from eagle_kit.cli.serve_flags import check_algorithm, shape_of
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
