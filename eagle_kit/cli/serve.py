@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import eagle_kit
 from eagle_kit.cli import serve_flags, sglang_flags
 from eagle_kit.cli.arguments import DEFAULT_TARGET
 from eagle_kit.cli.serve_flags import (
@@ -19,7 +20,7 @@ from eagle_kit.cli.serve_flags import (
 )
 from eagle_kit.config.engine import SERVER_UTILIZATION, EngineConfig
 from eagle_kit.config.loading.flags import options_of
-from eagle_kit.config.server import ServerConfig, WarmUpExtent
+from eagle_kit.config.server import LogLevel, ServerConfig, WarmUpExtent
 from eagle_kit.core.errors import RankLost
 from eagle_kit.core.files import check_writable, expand
 from eagle_kit.core.gpus import PLANNED_GPU
@@ -82,9 +83,10 @@ def run(args: argparse.Namespace) -> int:
     names = names_of(model)
     if args.model_name is None:
         server_config = server_config.replace(model_name=names[0])
-    server_config = server_config.replace(model_aliases=names)
+    server_config = server_config.replace(model_aliases=(*server_config.model_aliases, *names))
 
     # Load, prepare, answer.
+    show_log(server_config.log_level)
     try:
         with warnings_as_lines(say), naming(model.named):
             llm = LLM(model.target, model.to_serve, config)  # where other ranks of torchrun end
@@ -106,11 +108,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _SayHandler(logging.Handler):
-    """Handler of the log that prints as the rest of the command does."""
+    """Handler of the log that prints as the rest of the command does.
+
+    Records of loggers that have a handler of their own are left to that handler.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
-        say(self.format(record))
+        handlers = logging.getLogger(record.name).handlers
+        if not handlers or self in handlers:
+            say(self.format(record))
+
+
+def show_log(level: LogLevel) -> None:
+    """Print the lines of the package from ``level`` on to standard error, each with its time and logger."""
+    logger = logging.getLogger(eagle_kit.__name__)
+    if not logger.handlers:
+        handler = _SayHandler()
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+        )
+        logger.addHandler(handler)
+    logger.setLevel("DEBUG" if level == "trace" else level.upper())
 
 
 def show_stats_log() -> None:

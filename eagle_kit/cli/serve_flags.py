@@ -7,31 +7,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from eagle_kit.cli import sglang_flags
 from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS
-from eagle_kit.config.engine import EngineConfig, NgramConfig
+from eagle_kit.config.engine import EngineConfig, NgramConfig, algorithm_name
 from eagle_kit.config.loading.flags import Flag, Parser, add_flags, add_options, options_of
 from eagle_kit.config.options import Options
 from eagle_kit.config.other_engines import remedies_with
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import PLANNED_GPU
-from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.core.shape import NGRAM_SHAPE, ShapeTable, SpecShape, auto_shape, complete_shape
 from eagle_kit.report.stages import say
 
 if TYPE_CHECKING:
     from eagle_kit.server.api.startup import ServedModel
 
-SHAPE_DEFAULTS = SpecShape(5, 4, 8)
-"""SGLang's for Llama-like models: they complete a shape that was given in part."""
 SERVER_FLAGS = {
     "host": "--host",
     "allowed_host": "--allowed-host",
     "forwarded_allow_ips": "--forwarded-allow-ips",
     "api_key": "--api-key",
     "model_name": "--served-model-name",
+    "model_aliases": "--model-alias",
     "max_queued": "--max-queued-requests",
     "max_parallel_per_client": "--max-parallel-per-client",
     "max_requests_per_minute": "--max-requests-per-minute",
@@ -42,12 +41,14 @@ SERVER_FLAGS = {
     "grace_period_s": "--grace-period",
     "log_stats_interval_s": "--log-stats-interval",
     "profile_dir": "--profile-dir",
+    "log_level": "--log-level",
 }
 DRAFT_FLAGS = {
     "shape": "--shape",
     "token_map": "--speculative-token-map",
     "tree": "--speculative-tree",
     "sampled_drafts": "--speculative-sampled-drafts",
+    "verifier": "--speculative-verifier",
     "accept_threshold_single": "--speculative-accept-threshold-single",
     "accept_threshold_acc": "--speculative-accept-threshold-acc",
 }
@@ -63,8 +64,11 @@ ENGINE_FLAGS = {
     "prefill_backend": "--prefill-backend",
     "linear_backend": "--linear-backend",
     "kv_memory": "--kv-memory",
+    "kv_tokens": "--kv-tokens",
     "kv_dtype": "--kv-dtype",
     "state_snapshots": "--state-snapshots",
+    "batch_sizes": "--batch-sizes",
+    "lag": "--lag",
     "graph_mode": "--graph-mode",
     "nvtx": "--nvtx",
     "graph_memory": "--graph-memory",
@@ -97,8 +101,12 @@ ENGINE = "engine"
 class EngineFlags(Options):
     """Flags for speculation and the engine that are no field of :class:`EngineConfig`."""
 
-    speculative_algorithm: Annotated[str | None, Flag(metavar="NAME", group=SPECULATION)] = None
-    """EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE, NEXTN, STANDALONE, NGRAM or NONE; default that of the draft."""
+    speculative_algorithm: Annotated[
+        str | None, BeforeValidator(algorithm_name), Flag(metavar="NAME", group=SPECULATION)
+    ] = None
+    """EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE, NEXTN, STANDALONE, NGRAM or NONE, in any
+    case; default that of the draft.
+    """
 
     steps: Annotated[int | None, Flag("--speculative-num-steps", group=SPECULATION)] = None
     """Depth of the draft; in place of --shape."""
@@ -257,7 +265,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         args.graph_mode = "off"
     args.shape = shape_of(args)
     algorithm = args.speculative_algorithm
-    if algorithm in (None, "NONE"):
+    if algorithm is None or algorithm.upper() == "NONE":
         algorithm = "auto"
 
     # The options.
@@ -283,30 +291,57 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def shape_of(args: argparse.Namespace) -> SpecShape | ShapeTable | None:
     """Read ``--shape`` or the three numbers as a shape; None lets the engine choose.
 
+    Numbers that are missing are those of the target's architecture, made to fit the given ones. A shape that
+    was completed is printed.
+
     Raises:
         UserError: both, numbers that do not go together, or speculation that was switched off.
     """
-    has_numbers = any(value is not None for value in (args.steps, args.topk, args.tokens))
+    numbers = (args.steps, args.topk, args.tokens)
+    has_numbers = any(value is not None for value in numbers)
     if args.shape is not None and has_numbers:
         raise UserError("--shape was given beside its single numbers.", "Give one or the other.")
     table = None
     if args.shape not in (None, "auto"):
         table = ShapeTable.parse(args.shape)
+    algorithm = algorithm_name(args.speculative_algorithm)
     has_shape = has_numbers or (table is not None and table.steps > 0)
-    if args.speculative_algorithm == "NONE" and has_shape:
+    if algorithm == "NONE" and has_shape:
         raise UserError("A shape was given for the algorithm NONE.", "Leave one of them out.")
     if not has_numbers:
         return table
 
-    # Missing numbers have SGLang's defaults, but a chain verifies one token more than it has steps.
-    steps = SHAPE_DEFAULTS.steps if args.steps is None else args.steps
-    topk = SHAPE_DEFAULTS.topk if args.topk is None else args.topk
-    tokens = SHAPE_DEFAULTS.tokens if args.tokens is None else args.tokens
-    if topk == 1 and tokens != steps + 1:
-        if args.tokens is not None:
-            say(f"warning: a chain of {steps} steps verifies {steps + 1} tokens, so {tokens} is ignored.")
-        tokens = steps + 1
-    return SpecShape.parse(f"{steps},{topk},{tokens}")
+    # A chain verifies one token more than it has steps.
+    if args.topk == 1 and args.steps is not None and args.tokens not in (None, args.steps + 1):
+        say(
+            f"warning: a chain of {args.steps} steps verifies {args.steps + 1} tokens, so {args.tokens} is "
+            "ignored."
+        )
+        return SpecShape.parse(f"{args.steps},1,{args.steps + 1}")
+    if None not in numbers:
+        return SpecShape.parse(",".join(map(str, numbers)))
+
+    # The numbers that are missing.
+    is_whole_model = algorithm == "STANDALONE"
+    usual = (
+        NGRAM_SHAPE
+        if algorithm == "NGRAM"
+        else auto_shape(_model_type(args), drafts_are_expensive=is_whole_model)
+    )
+    shape = complete_shape(usual, steps=args.steps, topk=args.topk, tokens=args.tokens)
+    say(f"shape      {shape}, completed from the numbers that were given")
+    return shape
+
+
+def _model_type(args: argparse.Namespace) -> str:
+    """Type of the target's architecture; empty where it is not known before the target is found."""
+    from eagle_kit.models.loading.known_targets import target_architecture
+
+    target = args.model if args.target is None else args.target
+    try:
+        return target_architecture(target)[0].model_type
+    except UserError:  # a draft, which names its target, or a model that is not here yet
+        return ""
 
 
 def check_algorithm(flags: ServeFlags, model: "ServedModel", token_map: Path | None = None) -> "ServedModel":
@@ -332,7 +367,10 @@ def check_algorithm(flags: ServeFlags, model: "ServedModel", token_map: Path | N
     if name is not None and is_in_target and kind_in_target(name) is None:
         folder = resolve_target(model.target)
         if not drafts_in_target(folder, name):
-            raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
+            remedy = "Give --draft."
+            if name == "EAGLE":
+                remedy = "Give --draft, or NEXTN for the MTP modules in the target's folder."
+            raise UserError(f"The algorithm {name} needs a draft.", remedy)
         model = replace(model, draft=str(draft_in_target(None, name, folder)))
     if model.draft is None and not is_in_target and token_map is not None:
         raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")

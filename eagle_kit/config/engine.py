@@ -58,6 +58,14 @@ def _is_disabled(part: str, option: str, *, is_wanted: bool) -> bool:
     return True
 
 
+def algorithm_name(given: Any) -> Any:
+    """Name of an algorithm as the kinds of drafts write it: capitals, except for ``auto``. Other values than
+    texts as they are."""
+    if not isinstance(given, str):
+        return given
+    return "auto" if given.lower() == "auto" else given.upper()
+
+
 def _shape_table(given: Any) -> ShapeTable | None:
     """Read the option ``shape``; None stands for the text ``auto`` from here on."""
     if given is None or given == "auto":
@@ -124,11 +132,11 @@ class EngineConfig(Options):
 
     remedies: ClassVar[Mapping[str, str]] = remedies_with(PYTHON_NAMES)
 
-    algorithm: str = "auto"
-    """Kind of the draft: auto reads it from the draft; EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE and STANDALONE
-    refuse drafts of other kinds, and without a draft a head that lies in a folder of the target's is taken;
-    NEXTN is EAGLE, or, without a draft, takes the MTP modules in the target's own folder; NGRAM drafts from
-    earlier text, without a draft; NONE drafts nothing.
+    algorithm: Annotated[str, BeforeValidator(algorithm_name)] = "auto"
+    """Kind of the draft, in any case: auto reads it from the draft; EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE
+    and STANDALONE refuse drafts of other kinds, and without a draft a head that lies in a folder of the
+    target's is taken; NEXTN is EAGLE, or, without a draft, takes the MTP modules in the target's own folder;
+    NGRAM drafts from earlier text, without a draft; NONE drafts nothing.
     """
 
     token_map: Path | None = None

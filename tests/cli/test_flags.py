@@ -59,6 +59,9 @@ ENGINE = {
     "--linear-backend": ("linear_backend", "torch"),
     "--kv-memory": ("kv_memory", 1234567),
     "--kv-dtype": ("kv_dtype", "fp8_e4m3"),
+    "--lag": ("lag", 1),
+    "--batch-sizes": ("batch_sizes", (3,)),
+    "--speculative-verifier": ("verifier", "relaxed"),
     "--state-snapshots": ("state_snapshots", 5),
     "--graph-mode": ("graph_mode", "off"),
     "--nvtx": ("nvtx", True),
@@ -86,6 +89,7 @@ SERVER = {
     "--grace-period": ("grace_period_s", 2.5),
     "--log-stats-interval": ("log_stats_interval_s", 0.5),
     "--profile-dir": ("profile_dir", Path("traces")),
+    "--log-level": ("log_level", "debug"),
 }
 NGRAM = {
     "--speculative-ngram-min-match-window-size": ("min_match_window_size", 2),
@@ -102,7 +106,8 @@ def words_of(table):
     """The flags of a table as a command line has them."""
     words = []
     for flag, (_, value) in table.items():
-        words += [flag] if value is True else [flag, str(value)]
+        values = value if isinstance(value, tuple) else (value,)
+        words += [flag] if value is True else [flag, *map(str, values)]
     return words
 
 
@@ -126,7 +131,7 @@ def test_every_sampling_flag_reaches_the_parameters():
 def test_every_flag_of_the_server_reaches_its_options():
     table = {**ENGINE, **LOADING, **RANKS}
     flags = {**serve_flags.ENGINE_FLAGS, **serve_flags.DRAFT_FLAGS}
-    in_other_tests = {"shape", "sampled_drafts", "prefix_cache"}
+    in_other_tests = {"shape", "sampled_drafts", "prefix_cache", "kv_tokens"}
     assert {name for name, _ in table.values()} == {*flags, "algorithm", "seed"} - in_other_tests
     args = app.parse(["serve", "model", *words_of({**table, **SERVER, **NGRAM})])
     config = serve_flags.engine_config(args)
