@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import eagle_kit
-from eagle_kit.cli import serve_flags, sglang_flags
 from eagle_kit.cli.arguments import DEFAULT_TARGET
 from eagle_kit.cli.serve_flags import (
     SERVER_FLAGS,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from eagle_kit.server.api.startup import ServedModel
 
 KEY_VARIABLE = "EAGLE_KIT_API_KEY"
-REMEDIES = serve_flags.REMEDIES
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +185,6 @@ def plan(args: argparse.Namespace) -> int:
     from eagle_kit.cli.serve_plan import print_plan
     from eagle_kit.server.api.startup import find_model
 
-    sglang_flags.apply(args)
     flags = options_of(args, ServeFlags)
 
     # All compared numbers of ranks have these kinds of parallelism. The options of the engine are

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from eagle_kit.cli import sglang_flags
 from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS
+from eagle_kit.cli.other_flags import translate
 from eagle_kit.config.engine import EngineConfig, NgramConfig, algorithm_name
 from eagle_kit.config.loading.flags import Flag, Parser, add_flags, add_options, options_of
 from eagle_kit.config.options import Options
-from eagle_kit.config.other_engines import remedies_with
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import PLANNED_GPU
@@ -75,24 +74,7 @@ ENGINE_FLAGS = {
     **RANKS,
     **LOADING,
 }
-FLAG_NAMES = {
-    "call": "eagle-kit serve TARGET --draft DRAFT",
-    "draft": "--draft",
-    "no_prefix_cache": "--no-prefix-cache",
-    "no_graphs": "--disable-cuda-graph",
-    "algorithm": "--speculative-algorithm",
-    "seed": "--seed",
-    **DRAFT_FLAGS,
-    **ENGINE_FLAGS,
-}
-REMEDIES = {
-    **remedies_with(FLAG_NAMES),
-    "tokenizer": "Leave it out: the tokenizer is the target's.",
-    "disable_log_stats": "Give --log-stats-interval 0.",
-    "decode_log_interval": "Give --log-stats-interval, in seconds.",
-    "profiler_config": "Give --profile-dir, the folder of the traces.",
-}
-"""What to give in place of flags of vLLM and SGLang."""
+OTHER_ENGINES = "Flags of SGLang's and vLLM's servers: docs/reference/other-engines.md"
 HTTP = "HTTP"
 SPECULATION = "speculation"
 ENGINE = "engine"
@@ -183,8 +165,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``serve``."""
     groups = add_options(parser, ServeFlags)
     add_flags(groups[HTTP], ServerConfig, SERVER_FLAGS)
-    _add_engine_fields(groups)
-    sglang_flags.configure(parser)
+    _add_engine_fields(parser, groups)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -194,12 +175,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     :data:`ENGINE_FLAGS`, each with the field's name among the parsed arguments, and None where it is not
     given.
     """
-    _add_engine_fields(add_options(parser, EngineFlags))
-    sglang_flags.configure(parser)
+    _add_engine_fields(parser, add_options(parser, EngineFlags))
 
 
-def _add_engine_fields(groups: dict[str, Any]) -> None:
-    """Declare the flags of the engine's options in the groups of the help."""
+def _add_engine_fields(parser: argparse.ArgumentParser, groups: dict[str, Any]) -> None:
+    """Declare the flags of the engine's options in the groups of the help. Those of SGLang and vLLM are
+    translated before they are parsed."""
+    parser.epilog = OTHER_ENGINES
+    if isinstance(parser, Parser):
+        parser.translate = translate
     add_flags(groups[SPECULATION], EngineConfig, DRAFT_FLAGS)
     add_flags(groups[SPECULATION], NgramConfig, NGRAM_FLAGS)
     add_flags(groups[ENGINE], EngineConfig, ENGINE_FLAGS)
@@ -208,7 +192,6 @@ def _add_engine_fields(groups: dict[str, Any]) -> None:
 def engine_values(args: argparse.Namespace) -> dict[str, Any]:
     """Values of the flags of :func:`add_engine_flags` that were given, by their names among ``args``."""
     names = [*EngineFlags.model_fields, *DRAFT_FLAGS, *NGRAM_FLAGS, *ENGINE_FLAGS]
-    names += [name for name in vars(args) if name.startswith("sglang_")]
     return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
 
 
@@ -225,14 +208,12 @@ def parse_serve_flags(words: Sequence[str], **common: Any) -> ServeOptions:
     """
     parser = Parser(prog="eagle-kit serve")
     add_serve_flags(parser)
-    parser.remedies = REMEDIES
     return read_serve_flags(parser.parse_args(words, argparse.Namespace(**common)))
 
 
 def read_serve_flags(args: argparse.Namespace) -> ServeOptions:
     """Read the parsed arguments of ``serve``. Raises UserError for a wrong value or flags that exclude each
     other."""
-    sglang_flags.apply(args)
     return ServeOptions(options_of(args, ServeFlags), engine_config(args), args)
 
 

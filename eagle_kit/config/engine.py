@@ -6,14 +6,14 @@ and ``LLM`` takes the fields as keywords.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from eagle_kit.config.options import Options
-from eagle_kit.config.other_engines import PYTHON_NAMES, remedies_with
+from eagle_kit.config.other_engines import keyword_remedy
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable
 from eagle_kit.core.switches import VARIABLE, is_disabled
@@ -129,8 +129,6 @@ class NgramConfig(Options):
 
 class EngineConfig(Options):
     """Options of an engine; None is chosen by the model and the device (:meth:`resolve`)."""
-
-    remedies: ClassVar[Mapping[str, str]] = remedies_with(PYTHON_NAMES)
 
     algorithm: Annotated[str, BeforeValidator(algorithm_name)] = "auto"
     """Kind of the draft, in any case: auto reads it from the draft; EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE
@@ -319,6 +317,11 @@ class EngineConfig(Options):
                 f"Accept thresholds were given for the verifier {self.verifier}.", "Leave one of the two out."
             )
         return self
+
+    @classmethod
+    def remedy_of_unknown(cls, name: str) -> str:
+        """See :class:`~eagle_kit.config.options.Options`; names of SGLang and vLLM are known."""
+        return keyword_remedy(name, EngineConfig.model_fields) or super().remedy_of_unknown(name)
 
     @property
     def has_auto_shape(self) -> bool:
