@@ -65,7 +65,7 @@ class OtherFlag:
     @property
     def flag(self) -> str:
         """The flag as it is written."""
-        return f"--{self.name}"
+        return f"-{self.name}" if len(self.name) == 1 else f"--{self.name}"
 
     @property
     def is_taken(self) -> bool:
