@@ -7,6 +7,9 @@ from eagle_kit.core.errors import UserError
 
 MAX_WINDOW = 64
 """Maximum number of nodes of a window: ancestors are the bits of one 64-bit word."""
+TREE_TOPK = 4
+TREE_TOKENS = 8
+"""Candidates and tokens of a tree that was given in part."""
 
 MAX_DRAFT_NODES = 128
 """Maximum number of nodes that a draft runs in one cycle: their ancestors are the bits of two words."""
@@ -69,7 +72,7 @@ class SpecShape(NamedTuple):
         if self == NO_SPECULATION:
             return
         steps, topk, tokens = self
-        num_drafted = topk + (steps - 1) * topk**2
+        num_drafted = _num_drafted(steps, topk)
         if steps < 1 or topk < 1 or not 2 <= tokens <= MAX_WINDOW:
             raise UserError(
                 f"The speculation shape {self} has a number out of range.",
@@ -107,6 +110,10 @@ class SpecShape(NamedTuple):
 
 
 NO_SPECULATION = SpecShape(0, 1, 1)
+
+
+NGRAM_SHAPE = SpecShape(8, 4, 12)
+"""Default of drafts from earlier text."""
 
 
 @dataclass(frozen=True)
@@ -195,3 +202,60 @@ def auto_shape(model_type: str, *, drafts_are_expensive: bool = False) -> SpecSh
     if drafts_are_expensive or is_mixture:
         return SpecShape(3, 1, 4)
     return SpecShape(5, 4, 8)
+
+
+def complete_shape(
+    usual: SpecShape, *, steps: int | None = None, topk: int | None = None, tokens: int | None = None
+) -> SpecShape:
+    """Complete a shape that was given in part.
+
+    Args:
+        usual: default shape, whose numbers are taken for the missing ones and changed where they do not fit
+            the given ones. A chain has ``steps + 1`` tokens. A tree has at least so many, 8 doubled until
+            they are enough, and at most what its draft grows.
+
+    Raises:
+        UserError: a number that no shape has.
+    """
+    given = [number for number in (steps, topk, tokens) if number is not None]
+    if any(number < 1 for number in given):
+        raise UserError(
+            "A number of the speculation shape is below 1.", "Give whole numbers, or none for plain decoding."
+        )
+
+    # A chain.
+    is_chain = topk == 1 or (topk is None and usual.topk == 1)
+    if is_chain and None not in (steps, tokens):
+        is_chain = tokens == steps + 1  # type: ignore[operator]
+    if is_chain:
+        if steps is None:
+            steps = usual.steps if tokens is None else tokens - 1
+        return SpecShape.parse(f"{steps},1,{steps + 1}")
+
+    # The depth, at most one less than the tokens.
+    has_steps = steps is not None
+    has_topk = topk is not None
+    depth = usual.steps if steps is None else steps
+    if not has_steps and tokens is not None:
+        depth = min(depth, max(tokens - 1, 1))
+    width = max(usual.topk, TREE_TOPK) if topk is None else topk
+
+    # The tokens, or a draft that grows so many.
+    if tokens is None:
+        tokens = max(usual.tokens, TREE_TOKENS)
+        while tokens <= depth:
+            tokens *= 2
+        tokens = min(tokens, 1 + _num_drafted(depth, width))
+    while 1 + _num_drafted(depth, width) < tokens <= MAX_WINDOW:
+        if not has_topk:
+            width += 1
+        elif not has_steps:
+            depth += 1
+        else:
+            break
+    return SpecShape.parse(f"{depth},{width},{tokens}")
+
+
+def _num_drafted(steps: int, topk: int) -> int:
+    """Nodes that a draft grows below its root."""
+    return topk + (steps - 1) * topk**2

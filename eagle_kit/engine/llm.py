@@ -23,7 +23,7 @@ from eagle_kit.core.errors import RankLost, UserError, shown
 from eagle_kit.core.output import RequestOutput, ResponseDelta, TokenLogprobs
 from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
+from eagle_kit.core.shape import NGRAM_SHAPE, NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.data.chat.template import has_chat_template, set_chat_template
@@ -79,7 +79,6 @@ from eagle_kit.ops.cpu.memory import keep_large_blocks
 from eagle_kit.ops.device_memory import out_of_memory, reserve_segment
 from eagle_kit.ops.linear import pack_weights
 
-NGRAM_SHAPE = SpecShape(8, 4, 12)
 TOO_LARGE = "Use a GPU with more free memory, quantization=fp8, or several GPUs with tensor_parallel."
 """Remedy where a GPU has too little memory for the weights."""
 FEWER_TOKENS = "Give fewer tokens, or use a GPU with more free memory."

@@ -3,7 +3,14 @@
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape, auto_shape
+from eagle_kit.core.shape import (
+    NGRAM_SHAPE,
+    NO_SPECULATION,
+    ShapeTable,
+    SpecShape,
+    auto_shape,
+    complete_shape,
+)
 
 
 def test_a_shape_is_three_numbers():
@@ -95,3 +102,54 @@ def test_the_shape_that_nobody_chose():
     mixtures = ("deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral", "llama4_text", "minimax_m2", "glm4_moe")
     for mixture in (*mixtures, "gpt_oss", "qwen3_next", "kimi_linear"):
         assert auto_shape(mixture) == SpecShape.parse("3,1,4")
+
+
+LLAMA = auto_shape("llama")
+DEEPSEEK = auto_shape("deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("usual", "given", "wanted"),
+    [
+        (LLAMA, {"steps": 5, "topk": 4}, (5, 4, 8)),
+        (LLAMA, {"steps": 8}, (8, 4, 16)),
+        (LLAMA, {"steps": 8, "topk": 8}, (8, 8, 16)),
+        (LLAMA, {"steps": 1}, (1, 4, 5)),
+        (LLAMA, {"topk": 1}, (5, 1, 6)),
+        (LLAMA, {"topk": 1, "tokens": 4}, (3, 1, 4)),
+        (LLAMA, {"topk": 1, "steps": 7}, (7, 1, 8)),
+        (LLAMA, {"topk": 2, "tokens": 32}, (9, 2, 32)),
+        (LLAMA, {"topk": 8}, (5, 8, 8)),
+        (LLAMA, {"tokens": 64}, (5, 4, 64)),
+        (LLAMA, {"tokens": 3}, (2, 4, 3)),
+        (LLAMA, {"steps": 2, "tokens": 40}, (2, 6, 40)),
+        (DEEPSEEK, {"steps": 5}, (5, 1, 6)),
+        (DEEPSEEK, {"tokens": 6}, (5, 1, 6)),
+        (DEEPSEEK, {"topk": 4}, (3, 4, 8)),
+        (DEEPSEEK, {"steps": 3, "tokens": 8}, (3, 4, 8)),
+        (DEEPSEEK, {"steps": 3, "tokens": 4}, (3, 1, 4)),
+        (NGRAM_SHAPE, {"tokens": 6}, (5, 4, 6)),
+        (NGRAM_SHAPE, {"steps": 16}, (16, 4, 24)),
+    ],
+)
+def test_a_shape_given_in_part_is_completed_to_a_legal_one(usual, given, wanted):
+    shape = complete_shape(usual, **given)
+    assert shape == wanted == SpecShape.parse(str(shape))
+
+
+@pytest.mark.parametrize(
+    "given", [{"steps": 0}, {"topk": 0, "tokens": 8}, {"tokens": 65}, {"tokens": 1}, {"steps": 64}]
+)
+def test_numbers_that_no_shape_has_are_refused(given):
+    with pytest.raises(UserError):
+        complete_shape(LLAMA, **given)
+
+
+def test_every_number_alone_completes():
+    for usual in (LLAMA, DEEPSEEK, NGRAM_SHAPE):
+        for steps in range(1, 16):
+            assert complete_shape(usual, steps=steps).steps == steps
+        for tokens in range(2, 65):
+            assert complete_shape(usual, tokens=tokens).tokens == tokens
+        for topk in range(1, 9):
+            assert complete_shape(usual, topk=topk).topk == topk

@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.core.shape import NGRAM_SHAPE, NO_SPECULATION, SpecShape
 from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.engine.cycle import CycleSettings
-from eagle_kit.engine.llm import LLM, NGRAM_SHAPE
+from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.options import choose_device, dtype_of
 from eagle_kit.engine.runner import CycleInputs
 
