@@ -1,8 +1,9 @@
 """Samples against the target's distribution, and distributions of a lossy target against the plain one's.
 
-A token's *place* is the target's probability of all likelier tokens, plus a random part of its own. If every
-token follows the target's distribution after the tokens before it, places are independent and uniform in [0, 1),
-whatever the texts are. So one test takes the tokens of all responses: that of Kolmogorov and Smirnov.
+A token's *place* is the target's probability of all likelier tokens, plus a random part of its own. If
+every token follows the target's distribution after the tokens before it, places are independent and uniform
+in [0, 1), whatever the texts are. So one test takes the tokens of all responses: that of Kolmogorov and
+Smirnov.
 
 Legend: T tokens of a response, V vocabulary.
 """

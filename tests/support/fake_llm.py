@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.output import RequestOutput, TokenLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -104,6 +104,12 @@ class FakeLLM:
                 stats.observe(emitted, min(self.accepted, shape.steps, emitted))
             num_cycles += 1
             left -= emitted
+        logprobs = []
+        if params.logprobs is not None:
+            for row in self.logits(ids)[len(prompt_ids) - 1 : -1].log_softmax(-1):
+                top = row.topk(params.logprobs)
+                pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+                logprobs.append(TokenLogprobs(0.0, tuple(pairs)))
         return RequestOutput(
             prompt_ids,
             response,
@@ -112,6 +118,7 @@ class FakeLLM:
             stats,
             prefill_s=PREFILL_SECONDS,
             decode_s=num_cycles * SECONDS_PER_CYCLE,
+            logprobs=logprobs,
         )
 
 
