@@ -1,4 +1,4 @@
-"""The command line of the recipes: `study` compares ways of training, `pretrain` makes a small target."""
+"""The command line of the recipes: `study` compares ways of training, `pretrain` makes a small model."""
 
 import argparse
 import sys
@@ -38,10 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
     study.configure(study_parser)
     study_parser.set_defaults(run=study.run)
 
-    text = "Train a small target from nothing, where the public ones are too large to try."
-    pretrain_parser = commands.add_parser(
-        "pretrain", help="train a small target from nothing", description=text
-    )
+    text = "Train a small model from nothing, or from some layers of a larger one that it drafts for."
+    pretrain_parser = commands.add_parser("pretrain", help="train a small model", description=text)
     add_options(pretrain_parser, PretrainFlags)
     pretrain_parser.set_defaults(run=_pretrain)
     return parser
@@ -55,5 +53,5 @@ def _pretrain(args: argparse.Namespace) -> int:
     config = load_config(PretrainConfig, flags.config, flags.overrides)
     if not pretrain(config, resume=flags.resume):
         return INTERRUPTED
-    print(f"The target is in {config.output_dir}.")
+    print(f"The model is in {config.output_dir}.")
     return 0

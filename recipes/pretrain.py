@@ -1,7 +1,8 @@
-"""A small target from nothing: for architectures whose public models are too large to try.
+"""A small model from nothing, or from some layers of a target.
 
-The model and its optimisation are those of ``transformers``; the tokenizer is a byte-level BPE of the text
-itself. The result is a Hugging Face folder like any other target.
+The first is for architectures whose public models are too large to try; its tokenizer is a byte-level BPE of
+the text itself. The second drafts for its target where no smaller model of the family is at hand. Model and
+optimisation are those of ``transformers``, and the result is a Hugging Face folder like any other target.
 """
 
 from collections.abc import Iterator
@@ -23,8 +24,12 @@ from eagle_kit.core.files import (
     write_json_atomically,
     writing_remedy,
 )
+from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.messages import ChatPrompt
+from eagle_kit.data.chat.renderer import ChatRenderer
+from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 from eagle_kit.train.run.interrupt import Interrupt
-from recipes.pretrain_config import PretrainConfig, TextConfig
+from recipes.pretrain_config import PretrainConfig, StartConfig, TextConfig
 
 START, END = "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -37,6 +42,7 @@ MIN_ASCII = 0.99
 TOKENIZER_CHARS = 20_000_000
 """Characters that the tokenizer is learned from."""
 TOKENIZER_FILE = "tokenizer.json"
+IDS_FILE = "tokens.npy"
 STATE_FILE = "trainer_state.json"
 """What ``transformers`` writes last of a checkpoint."""
 
@@ -90,7 +96,7 @@ def _remove_unfinished(run: Path, saved: list[Path]) -> None:
         if path not in saved:
             remove(path)
     if not saved:
-        remove(run / "tokens.npy")
+        remove(run / IDS_FILE)
 
 
 @contextmanager
@@ -118,14 +124,23 @@ def _train(config: PretrainConfig, folder: Path, run: Path, checkpoint: Path | N
     wanted = config.training
     transformers.set_seed(config.seed)
     run.mkdir(parents=True, exist_ok=True)
-    tokenizer, ids = _read_text(config.text, run)
+    if config.start_from is None:
+        tokenizer = _made_tokenizer(config.text, run)
+        chats = _chats(config.text)
+        model = transformers.AutoModelForCausalLM.from_config(
+            _model_config(config, tokenizer), trust_remote_code=False
+        )
+    else:
+        tokenizer, model = _from_layers(config.start_from, run)
+        chats = _templated_chats(config.text, tokenizer)
+    ids = _read_text(chats, tokenizer, config.text.max_tokens, run)
     tokenizer.save_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(
-        _model_config(config, tokenizer), trust_remote_code=False
-    )
     model.config.architectures = [type(model).__name__]
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size / 1e6:.1f} M parameters, {len(ids) / 1e6:.1f} M tokens")
+    has_gpu = torch.cuda.is_available()
+    has_bf16 = has_gpu and torch.cuda.is_bf16_supported()
+    in_bf16 = wanted.precision == "bfloat16" or (wanted.precision == "auto" and has_bf16)
     arguments = transformers.TrainingArguments(
         output_dir=str(run),
         per_device_train_batch_size=wanted.rows,
@@ -141,7 +156,8 @@ def _train(config: PretrainConfig, folder: Path, run: Path, checkpoint: Path | N
         report_to="none",
         seed=config.seed,
         data_seed=config.seed,
-        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        use_cpu=in_bf16 and not has_gpu,
+        bf16=in_bf16,
     )
     whole = len(ids) // wanted.length * wanted.length
     rows = torch.from_numpy(ids[:whole].astype(np.int64)).view(-1, wanted.length)
@@ -171,7 +187,7 @@ def _train(config: PretrainConfig, folder: Path, run: Path, checkpoint: Path | N
 def _model_config(config: PretrainConfig, tokenizer: Any) -> Any:
     import transformers
 
-    sizes = dict(config.model)
+    sizes = dict(config.model or {})
     kind = sizes.pop("model_type", "none given")
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     try:
@@ -183,27 +199,76 @@ def _model_config(config: PretrainConfig, tokenizer: Any) -> Any:
         ) from None
 
 
-def _read_text(text: TextConfig, run: Path) -> tuple[Any, np.ndarray]:
-    """Make the tokenizer and the tokens, uint16 ``[n]``, once a run."""
+def _from_layers(start: StartConfig, run: Path) -> tuple[Any, Any]:
+    """The target's tokenizer, which is also kept in ``run``, and the fp32 target with ``start.layers`` alone.
+
+    Raises:
+        UserError: the target has no such layer, or the layer is a recurrent one.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # Load the whole target.
+    folder = resolve_target(start.target)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.save_pretrained(run)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    whole = getattr(model.base_model, "layers", ())
+    if start.layers[-1] >= len(whole):
+        raise UserError(
+            f"start_from.layers names layer {start.layers[-1]}, and {start.target} has {len(whole)}.",
+            "Number its layers from 0.",
+        )
+
+    # Keep the layers. Their numbers are places in a cache of keys and values.
+    layers = [whole[number] for number in start.layers]
+    for place, layer in enumerate(layers):
+        if not hasattr(layer, "self_attn"):
+            raise UserError(
+                f"Layer {start.layers[place]} of {start.target} has no attention.",
+                "Name layers that attend: a model with others cannot draft.",
+            )
+        layer.self_attn.layer_idx = place
+    model.base_model.layers = torch.nn.ModuleList(layers)
+    model.config.num_hidden_layers = len(layers)
+    if types := getattr(model.config, "layer_types", None):
+        model.config.layer_types = [types[number] for number in start.layers]
+
+    # The draft's embedding and output layer stay those of the target.
+    model.get_input_embeddings().requires_grad_(False)
+    model.get_output_embeddings().requires_grad_(False)
+    return tokenizer, model
+
+
+def _made_tokenizer(text: TextConfig, run: Path) -> Any:
+    """A tokenizer that is learned from the text, once a run."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer_file = run / TOKENIZER_FILE
-    ids_file = run / "tokens.npy"
-    is_new = not ids_file.exists()
-    if is_new:
-        print("Reading the text, making the tokenizer ...")
+    if not (run / IDS_FILE).exists():
+        print("Making the tokenizer ...")
         _make_tokenizer(text).save(str(tokenizer_file))
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token=END, pad_token=END)
     tokenizer.chat_template = CHAT_TEMPLATE
-    if is_new:
-        chats, parts, size = _chats(text.source), [], 0
-        while size < text.max_tokens and (batch := list(islice(chats, 256))):
-            encoded = tokenizer.backend_tokenizer.encode_batch(batch)
-            parts += [np.array(encoding.ids, dtype=np.uint16) for encoding in encoded]
-            size += sum(len(encoding.ids) for encoding in encoded)
+    return tokenizer
+
+
+def _read_text(chats: Iterator[str], tokenizer: Any, most: int, run: Path) -> np.ndarray:
+    """At most ``most`` tokens of the rendered conversations ``chats``, unsigned integers ``[n]``, read once a
+    run."""
+    ids_file = run / IDS_FILE
+    if not ids_file.exists():
+        print("Reading the text ...")
+        dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+        parts: list[np.ndarray] = []
+        size = 0
+        while size < most and (batch := list(islice(chats, 256))):
+            for encoding in tokenizer.backend_tokenizer.encode_batch(batch, add_special_tokens=False):
+                parts.append(np.array(encoding.ids, dtype=dtype))
+                size += len(encoding.ids)
         with replacing(ids_file) as work, work.open("wb") as file:  # given a name, numpy would add an ending
-            np.save(file, np.concatenate(parts)[: text.max_tokens])
-    return tokenizer, np.load(ids_file, mmap_mode="r")
+            np.save(file, np.concatenate(parts)[:most])
+    return np.load(ids_file, mmap_mode="r")
 
 
 def _make_tokenizer(text: TextConfig) -> Any:
@@ -223,7 +288,7 @@ def _make_tokenizer(text: TextConfig) -> Any:
     )
     some: list[str] = []
     chars = 0
-    for chat in _chats(text.source):
+    for chat in _chats(text):
         some.append(chat)
         chars += len(chat)
         if chars > TOKENIZER_CHARS:
@@ -234,11 +299,26 @@ def _make_tokenizer(text: TextConfig) -> Any:
     return tokenizer
 
 
-def _chats(source: str) -> Iterator[str]:
-    """Rendered conversations, those of other scripts left out."""
-    from eagle_kit.data.chat.records import SkipLog, read_conversations
-
-    for chat in read_conversations(source, skipped=SkipLog()):
+def _chats(text: TextConfig) -> Iterator[str]:
+    """Conversations in ChatML, those of other scripts left out."""
+    for chat in _conversations(text):
         rendered = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in chat.messages)
         if sum(map(str.isascii, rendered)) >= MIN_ASCII * len(rendered):
             yield rendered
+
+
+def _templated_chats(text: TextConfig, tokenizer: Any) -> Iterator[str]:
+    """Conversations by the chat template of ``tokenizer``."""
+    renderer = ChatRenderer(tokenizer)
+    for chat in _conversations(text):
+        prompt = ChatPrompt(chat.messages, chat.tools, chat.chat_template_kwargs)
+        yield renderer.render(prompt, generation_prompt=False)
+
+
+def _conversations(text: TextConfig) -> Iterator[Conversation]:
+    """Conversations of all sources of the text."""
+    from eagle_kit.data.chat.records import SkipLog, read_conversations
+
+    sources = (text.source,) if isinstance(text.source, str) else text.source
+    for source in sources:
+        yield from read_conversations(source, skipped=SkipLog())

@@ -27,7 +27,7 @@ from recipes.study_config import Arm, StudyConfig
 if TYPE_CHECKING:
     from eagle_kit.config.train import TrainConfig
 
-PREPARE = ("data regenerate", "data vocab", "data capture")
+PREPARE = ("data prompts", "data regenerate", "data vocab", "data capture")
 """Commands that make one file or folder, with ``--out``."""
 
 

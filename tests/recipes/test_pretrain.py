@@ -1,4 +1,5 @@
-"""A small target from nothing: stopped, gone on with, and refused where it would be mixed up."""
+"""A small model from nothing or from layers of a target: stopped, gone on with, and refused where it would be
+mixed up."""
 
 import json
 import shutil
@@ -147,3 +148,82 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path, words, capsys):
     with sole_writer(tmp_path, tmp_path / "target" / ".lock"):
         assert main(words) == 2
     assert "Another process is writing" in capsys.readouterr().err
+
+
+@pytest.fixture
+def from_layers(tmp_path, words):
+    """A command that trains layers 0 and 2 of a target of three layers."""
+    config = tmp_path / "config.yaml"
+    raw = yaml.safe_load(config.read_text())
+    raw["model"]["num_hidden_layers"] = 3
+    config.write_text(yaml.safe_dump(raw))
+    assert main(words) == 0
+    chats = raw["text"].pop("source")
+    del raw["model"]
+    del raw["text"]["vocab_size"]
+    raw["text"]["source"] = [chats, chats]
+    raw["start_from"] = {"target": raw["output_dir"], "layers": [0, 2]}
+    raw["output_dir"] = str(tmp_path / "draft")
+    (tmp_path / "draft.yaml").write_text(yaml.safe_dump(raw))
+    return ["pretrain", str(tmp_path / "draft.yaml")]
+
+
+def test_layers_of_a_target_are_trained_under_its_embedding_and_output(tmp_path, from_layers):
+    import transformers
+
+    assert main([*from_layers, "training.steps=1", "training.warmup_steps=0"]) == 0
+    target = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    draft = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert draft.config.num_hidden_layers == 2
+    before = target.state_dict()
+    after = draft.state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(after[name], before[name]), "not trained"
+
+    # A step moves each weight by at most about the learning rate, and layers differ by far more.
+    for place, layer in enumerate((0, 2)):
+        name = "self_attn.q_proj.weight"
+        moved = after[f"model.layers.{place}.{name}"] - before[f"model.layers.{layer}.{name}"]
+        assert 0 < moved.abs().max() < 4e-3
+        others = before[f"model.layers.1.{name}"] - before[f"model.layers.{layer}.{name}"]
+        assert others.abs().max() > 2e-2
+
+    # Both sources are read, by the target's tokenizer and template.
+    run = tmp_path / "draft" / "training"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "draft")
+    text = tokenizer.decode(np.load(run / "tokens.npy"))
+    assert text.startswith("<|im_start|>user\nCount 0.<|im_end|>\n<|im_start|>assistant\n0 and 1.")
+    assert (
+        tokenizer.get_vocab() == transformers.AutoTokenizer.from_pretrained(tmp_path / "target").get_vocab()
+    )
+
+
+def test_what_layers_were_trained_into_drafts_for_their_target(tmp_path, from_layers):
+    from eagle_kit import LLM, SamplingParams
+
+    training = ["training.steps=60", "training.learning_rate=1e-2", "training.warmup_steps=5"]
+    assert main([*from_layers, *training]) == 0
+    log = json.loads((tmp_path / "draft" / "training.json").read_text())["log"]
+    losses = [row["loss"] for row in log if "loss" in row]
+    assert losses[-1] < losses[0]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    plain = LLM(str(tmp_path / "target")).generate("Count 7.", params)
+    drafted = LLM(str(tmp_path / "target"), draft=str(tmp_path / "draft"), shape="2,1,3").generate(
+        "Count 7.", params
+    )
+    assert drafted[0].token_ids == plain[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("setting", "cause"),
+    [
+        ("start_from.layers=[0,3]", "names layer 3"),
+        ("start_from.layers=[2,0]", "increasing"),
+        ("text.vocab_size=400", "text.vocab_size"),
+        ("start_from=null", "either model or start_from"),
+    ],
+)
+def test_layers_that_cannot_be_begun_with_are_refused(tmp_path, from_layers, setting, cause, capsys):
+    assert main([*from_layers, setting]) == 2
+    assert cause in capsys.readouterr().err
+    assert not (tmp_path / "draft" / "config.json").exists()

@@ -518,6 +518,31 @@ def test_kinds_are_compared_at_equal_arithmetic(name):
     assert max(costs.values()) < 1.15 * min(costs.values()), costs
 
 
+def test_eagle_1_and_eagle_3_are_compared_with_one_recipe_and_the_same_tokens(monkeypatch, tmp_path):
+    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path))
+    study = load_config(StudyConfig, STUDIES / "smollm2-135m-methods.yaml")
+    runs = study_command.plan(study, STUDIES)
+    files = [study_command.Preparation(Path(path), command) for path, command in study.prepare.items()]
+    study_command.check(study, files, runs)
+    configs = {run.arm: run.resolved for run in runs}
+    assert {name: config.head.kind for name, config in configs.items()} == {
+        "eagle-1": "eagle1",
+        "eagle-3": "eagle3",
+    }
+    first = configs["eagle-1"]
+    third = configs["eagle-3"]
+    assert first.data == third.data and first.seed == third.seed
+    assert first.training.regression and first.training.feature_noise, "EAGLE-1's own loss and noise"
+
+    # Of the training, what belongs to a kind differs, and nothing else.
+    own = {"ttt_length", "step_decay", "down_sample_ratio", "regression", "feature_noise"}
+    first_training = first.training.model_dump(exclude=own)
+    third_training = third.training.model_dump(exclude=own)
+    common = first_training.keys() & third_training.keys()
+    differing = {name for name in common if first_training[name] != third_training[name]}
+    assert not differing
+
+
 @pytest.mark.nightly
 def test_losses_averages_and_curricula_are_compared_over_two_seeds(study, tmp_path, capsys):
     raw = yaml.safe_load(study.read_text())
