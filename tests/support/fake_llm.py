@@ -20,6 +20,9 @@ PREFILL_SECONDS = 0.25
 class FakeTokenizer:
     chat_template: str | None = "{{ messages }}"
 
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
+
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(f"w{token}" for token in ids)
 
@@ -120,6 +123,15 @@ class FakeLLM:
             decode_s=num_cycles * SECONDS_PER_CYCLE,
             logprobs=logprobs,
         )
+
+
+def plain_generation(prompt_ids: list[int], num_tokens: int) -> tuple[str, list[int]]:
+    """Text and token ids with which plain decoding responds."""
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        ids.append(_next(ids))
+    response = ids[len(prompt_ids) :]
+    return FakeTokenizer().decode(response), response
 
 
 def _next(ids: list[int]) -> int:
