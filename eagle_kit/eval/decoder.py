@@ -19,11 +19,10 @@ from eagle_kit.eval.distribution import sample_places, total_variations
 from eagle_kit.eval.engines import EvalEngine
 from eagle_kit.eval.identity import compare_outputs
 from eagle_kit.eval.promises import EXACT, Promise, Promises
+from eagle_kit.eval.servers.measured_server import WARM_UP, WARM_UP_TOKENS
 from eagle_kit.eval.servers.server_round import ServedPrompts, ServerRound
 from eagle_kit.report.stages import TimeLeft, mute, say
 
-WARM_UP_TOKENS = 16
-WARM_UP = "warm-up"
 RECORDED_TOKENS = 32
 """First tokens of a response at which distributions of another target are compared."""
 Engines = dict[str | None, EvalEngine]
@@ -156,7 +155,7 @@ class Decoder:
         self.servers.decode(
             engine,
             served,
-            self._params(batch),
+            [replace(each, cache_salt=str(batch.round.number)) for each in self._params(batch)],
             round=batch.round.number,
             first=number,
             on_answers=bar.update,
