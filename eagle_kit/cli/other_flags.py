@@ -194,14 +194,16 @@ def _full_name(parser: argparse.ArgumentParser, table: OtherFlags, name: str) ->
     if lowered in parser._option_string_actions or _find(table, lowered)[0] is not None:
         return lowered
 
-    # Flags that begin so, by what they set: both engines and ours may have one for it.
-    found = {}
+    # Flags that begin so, by what they set: both engines and ours may have one for it. Ours go before.
+    own = {}
     for known, action in parser._option_string_actions.items():
         if known.startswith(lowered):
-            found[action.dest] = known
+            own[action.dest] = known
+    others = {}
     for known, flag in table.by_name.items():
-        if known.startswith(lowered):
-            found.setdefault(flag.option or flag.flag, known)
+        if known.startswith(lowered) and "." not in known:
+            others[flag.option or flag.flag] = known
+    found = own or others
     return next(iter(found.values())) if len(found) == 1 else name
 
 
@@ -258,6 +260,8 @@ def _add_other(line: CommandLine, written: str, flag: OtherFlag, value: str, tab
     if flag.name != CONFIG:
         line.others.append(Given(written, value, flag))
         return
+    if "." in written:
+        raise UserError(f"{written} is no key that is known here.", "Leave it out.")
     config = parse_json(value, written, 'Give a JSON object such as {"method": "eagle3", "model": "DRAFT"}.')
     if not isinstance(config, dict):
         raise UserError(f"{written} is no JSON object.", 'Give one such as {"model": "DRAFT"}.')

@@ -322,6 +322,8 @@ def test_flags_of_others_hold_for_commands_with_the_engines_flags():
         ("--model-path T --speculative-algo EAGLE3", {"model": "T", "speculative_algorithm": "EAGLE3"}),
         ("--mem-frac 0.7 --model-path T", {"model": "T", "gpu_memory_utilization": 0.7}),
         ("--model-p T --context-len 4096", {"model": "T", "max_context": 4096}),
+        ("--model T --quant fp8", {"model": "T", "quantization": "fp8"}),
+        ('--model T --speculative-conf {"model":"D"}', {"model": "T", "draft": "D"}),
         ("--model T --speculative-draft D", {"model": "T", "draft": "D"}),
         ("--model T --speculative-algo NEXTN --speculative-draft T", {"draft": None}),
         # Names in another case.
@@ -350,6 +352,7 @@ def test_habits_of_launch_lines(words, wanted):
         ("T --enable-prefix-caching --disable-radix-cache", "--disable-radix-cache"),
         ("T --no-prefix-cache --enable-prefix-caching", "--enable-prefix-caching"),
         ("T --context-length 8192.7", "--context-length"),
+        ("T --speculative-config.depth 3", "--speculative-config.depth is no key"),
         ("T -cc.mode=3", "-cc.mode=3"),
         ('T --speculative-config {"speculative_token_tree":"[(0,)]"}', "speculative_token_tree"),
     ],
