@@ -60,7 +60,8 @@ class SamplingParams:
     decoding of up to 256 tokens.
 
     Attributes:
-        max_tokens: maximum number of tokens of a response, at least 1.
+        max_tokens: maximum number of tokens of a response; 0 computes the prompt alone, for its
+            ``prompt_logprobs``.
         temperature: divides the logits; 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all, as -1 does, which becomes 0.
         top_p: then keep the smallest set of most likely tokens whose probabilities sum to at least this.
@@ -91,7 +92,7 @@ class SamplingParams:
             the response's distribution.
         n: number of responses to the prompt, at least 1.
         prompt_logprobs: number of most likely alternatives to report for every token of the prompt, 0 to 20;
-            None reports nothing. It costs a second forward over the prompt.
+            None reports nothing. The prompt is computed whole, without cached pages.
         structured_outputs: constraint that the response must match, or a mapping of its attributes such as
             ``{"json": schema}``.
 
@@ -135,7 +136,7 @@ class SamplingParams:
 
         # Ranges of numbers.
         for name, low, high in (
-            ("max_tokens", 1, math.inf),
+            ("max_tokens", 0, math.inf),
             ("temperature", 0.0, math.inf),
             ("top_k", 0, math.inf),
             ("top_p", 0.0, 1.0),
@@ -226,9 +227,10 @@ class SamplingParams:
         return self.grammar
 
     def of_response(self, index: int) -> "SamplingParams":
-        """Parameters of response ``index`` of the ``n``."""
+        """Parameters of response ``index`` of the ``n``; the first one alone computes ``prompt_logprobs``."""
         seed = None if self.seed is None else successor(self.seed, index)
-        return replace(self, n=1, seed=seed)
+        prompt_logprobs = self.prompt_logprobs if index == 0 else None
+        return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
     @staticmethod
     def _check_salt(salt: object) -> None:

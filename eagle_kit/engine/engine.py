@@ -33,7 +33,7 @@ from eagle_kit.engine.graphs.cpu_graph import CpuGraphs
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphRunner
 from eagle_kit.engine.memory.engine_memory import NEED_LESS
 from eagle_kit.engine.request import Request, UncountedTokens
-from eagle_kit.engine.runner import Results, Runner
+from eagle_kit.engine.runner import PromptScores, Results, Runner
 from eagle_kit.engine.scheduler import Chunk, Scheduler
 from eagle_kit.engine.step_profile import ProfileSettings, StepProfile
 from eagle_kit.kv.page_pool import PagePool
@@ -718,6 +718,9 @@ class Engine:
         if not results.is_prefill:
             self._note_cycle(results, now)
 
+        if results.prompt_scores is not None:
+            self._append_prompt_logprobs(results.prompt_scores)
+
         # Read the tensors once, for all requests.
         tokens = emitted.tokens.tolist()
         counts = emitted.num_emitted.tolist()
@@ -782,6 +785,22 @@ class Engine:
                 request.decode_text()
                 self.stop(request)
         self._add_to_totals()
+
+    def _append_prompt_logprobs(self, scores: PromptScores) -> None:
+        """Append log-probabilities of prompt tokens to the requests that are still in the batch.
+
+        A request that was preempted has the first ones already.
+        """
+        chosen, ranks, top_ids, top_values = (part.tolist() for part in scores.copy.wait(self.target.ranks))
+        row = 0
+        for request, sequence, first, count in scores.parts:
+            found = request.response.prompt_logprobs
+            top = request.params.prompt_logprobs
+            for index in range(first, first + count) if request.sequence is sequence else ():
+                if index == len(found.entries):
+                    at = row + index - first
+                    found.append(chosen[at], ranks[at], top_ids[at][:top], top_values[at][:top])
+            row += count
 
     def _observe(
         self,
@@ -886,6 +905,8 @@ class Engine:
 
     def _find_end(self, request: Request, tokens: list[int]) -> _End | None:
         """Find the first of the new tokens that ends the response; None if it goes on."""
+        if request.params.max_tokens == 0:
+            return _End(0, "length", is_text=True)
         for num_tokens, token in enumerate(tokens, 1):
             if token in request.response.stop_token_ids:
                 return _End(num_tokens, "stop", is_text=False)

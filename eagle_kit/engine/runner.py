@@ -76,6 +76,24 @@ from eagle_kit.verify.accept_window import sample_after_nodes
 from eagle_kit.verify.proposal import Deterministic, DraftOutput
 from eagle_kit.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 
+MAX_SCORED_ROWS = 256
+MAX_SCORED_LOGITS = 2**24
+"""Prompt tokens that are scored at once, and most logits of them."""
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of prompt tokens, on their way to the host.
+
+    Attributes:
+        parts: of each chunk its request, the request's sequence state at launch, the index of its first
+            entry, and the number of its entries.
+        copy: copy to the host of the tokens' log-probabilities fp32 ``[R]``, their ranks int64 ``[R]``, the
+            ids int64 and log-probabilities fp32 ``[R, top]`` of the most likely ones, chunk after chunk.
+    """
+
+    parts: list[tuple[Request, SequenceState, int, int]]
+    copy: HostCopy
+
 
 class Results(NamedTuple):
     """Results of a cycle or of a prefill, on their way to the host.
@@ -92,6 +110,7 @@ class Results(NamedTuple):
             tuning.
         num_captures: graphs that the cycle or the prefill captured, or recorded on a CPU.
         num_eager_runs: functions of it that ran eagerly because they have no graph for good.
+        prompt_scores: log-probabilities of the tokens of the step's prompts; None where none are asked for.
     """
 
     requests: list[Request]
@@ -103,6 +122,7 @@ class Results(NamedTuple):
     is_steady_state: bool = True
     num_captures: int = 0
     num_eager_runs: int = 0
+    prompt_scores: PromptScores | None = None
 
     @property
     def is_prefill(self) -> bool:
@@ -172,6 +192,8 @@ class _PackedPrompts(NamedTuple):
         finished_rows: last row of each of them.
         unfinished: the other requests, each with the number of its tokens that are computed afterwards.
         unfinished_rows: last row of each of them.
+        scored: chunks whose log-probabilities are asked for; see :class:`PromptScores`.
+        scored_rows: rows before each token that is scored.
     """
 
     ids: list[int]
@@ -181,6 +203,8 @@ class _PackedPrompts(NamedTuple):
     finished_rows: list[int]
     unfinished: list[tuple[Request, int]]
     unfinished_rows: list[int]
+    scored: list[tuple[Request, SequenceState, int, int]]
+    scored_rows: list[int]
 
 
 class _FirstTokenInputs(NamedTuple):
@@ -407,9 +431,10 @@ class Runner:
         return [first, *others]
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
-        # A step of few rows has a fixed shape.
+        # A step of few rows has a fixed shape, unless prompts are scored.
         num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
-        for shape in self.prompt_shapes:
+        scores_prompts = any(chunk.request.scores_prompt for chunk in chunks)
+        for shape in () if scores_prompts else self.prompt_shapes:
             if num_rows <= shape.rows and len(chunks) <= shape.requests:
                 return self._prefill_padded(chunks, shape)
         drafter = self.models.drafter
@@ -428,6 +453,9 @@ class Runner:
             attend = self.recurrent_states.prompts(attend, _recurrent_texts(chunks, prompts.segments))
         capture = () if drafter is None else drafter.capture
         out = self.target(ids, positions, attend, capture)
+
+        # Score the prompts' tokens.
+        scores = self._score_prompts(prompts, out.hidden, next_ids) if prompts.scored_rows else None
 
         # Where a prompt goes on, only report whether its hidden states are finite.
         last_rows = self._tensor(prompts.finished_rows)
@@ -457,6 +485,7 @@ class Runner:
         if drafter is not None:
             batch = PromptBatch(out, ids, next_ids, prompts.segments, last_rows)
             draft = drafter.prefill(batch, self.candidate_spec)
+        results[0] = results[0]._replace(prompt_scores=scores)
         if not prompts.finished:
             return results
 
@@ -470,14 +499,21 @@ class Runner:
 
     def _pack(self, chunks: Sequence[Chunk], lookback: int) -> _PackedPrompts:
         """Pack chunks behind each other, each with the ``lookback`` tokens before it."""
-        prompts = _PackedPrompts([], [], [], [], [], [], [])
+        prompts = _PackedPrompts([], [], [], [], [], [], [], [], [])
         for chunk in chunks:
             request = chunk.request
             stop = chunk.stop
             sequence = request.sequence
 
-            # The tokens of the chunk, and the token after each. The last one may not be known yet.
+            # Rows that score the prompt's next token.
             start = max(0, chunk.start - lookback)
+            if request.scores_prompt:
+                first_row = len(prompts.ids) + chunk.start - start
+                num_scored = min(stop, len(request.prompt_ids) - 1) - chunk.start
+                prompts.scored.append((request, sequence, chunk.start, num_scored))
+                prompts.scored_rows.extend(range(first_row, first_row + num_scored))
+
+            # The tokens of the chunk, and the token after each. The last one may not be known yet.
             next_ids = request.tokens(start + 1, stop + 1)
             if len(next_ids) < stop - start:
                 next_ids = [*next_ids, 0]
@@ -499,6 +535,28 @@ class Runner:
                 prompts.unfinished.append((request, stop))
                 prompts.unfinished_rows.append(last_row)
         return prompts
+
+    def _score_prompts(
+        self, prompts: _PackedPrompts, hidden: torch.Tensor, next_ids: torch.Tensor
+    ) -> PromptScores:
+        """Compute log-probabilities of the tokens of prompts from the states before them.
+
+        Args:
+            hidden: ``[T, H]``.
+            next_ids: int64 ``[T]``, the token after each row.
+        """
+        wanted = [request.params.prompt_logprobs or 0 for request, *_ in prompts.scored]
+        num_rows = max(1, min(MAX_SCORED_ROWS, MAX_SCORED_LOGITS // self.vocab_size))
+        rows = self._tensor(prompts.scored_rows)
+        groups = []
+        for group in rows.split(num_rows):
+            logits = self.target.logits(hidden[group])
+            tokens = next_ids[group]
+            chosen, top_ids, top_values = token_logprobs(logits, tokens, max(wanted))
+            ranks = (logits >= logits.gather(1, tokens[:, None])).sum(-1)
+            groups.append((chosen, ranks, top_ids, top_values))
+        parts = tuple(torch.cat(each) for each in zip(*groups, strict=True))
+        return PromptScores(prompts.scored, HostCopy(parts))
 
     def _finite_results(self, prompts: list[tuple[Request, int]], finite: torch.Tensor) -> Results:
         """Make the results of prompts that go on: no tokens, and whether their last hidden states are finite.

@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_kit.data.chat.response.parts import Call, ResponseParts, ResponseReader
 from eagle_kit.server.api.answer import Answer, Written, finish_reason
-from eagle_kit.server.api.logprobs import chat_logprobs
+from eagle_kit.server.api.logprobs import chat_logprobs, prompt_logprobs
 from eagle_kit.server.api.prompts import chat_prompt, chat_tools
 from eagle_kit.server.api.protocol import ChatRequest
 from eagle_kit.server.api.responses import (
@@ -95,6 +95,18 @@ class ChatAnswer(Answer[ChatRequest]):
             finish_reason=self._finish_reason(index, delta) or "stop",
         )
         return Written(choice, self._logprobs(delta))
+
+    def prompt_logprobs(self) -> Iterator[str] | None:
+        """See :class:`Answer`."""
+        if self.body.prompt_logprobs is None:
+            return None
+        generation = self.generation
+        return prompt_logprobs(
+            self.service.token_names,
+            generation.prompts[0],
+            generation.scored_prompt(0),
+            self.body.prompt_logprobs,
+        )
 
     def opening(self) -> Iterator[ChatChunkChoice]:
         """See :class:`Answer`: the role."""

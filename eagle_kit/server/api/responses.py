@@ -124,14 +124,44 @@ class CompletionLogprobs(ResponseBody):
     """Texts of the tokens. A part of a character, or a byte token whose character has a token of its own, is
     written as `bytes:\\xe2`."""
 
-    token_logprobs: list[float]
-    """Natural logarithms of the probabilities before temperature, penalties and biases; at least -9999."""
+    token_logprobs: list[float | None]
+    """Natural logarithms of the probabilities before temperature, penalties and biases; at least -9999. Null
+    for the first token of a repeated prompt."""
 
-    top_logprobs: list[dict[str, float]]
-    """Most likely tokens. Of two tokens with the same text the second is written as `token_id:123`."""
+    top_logprobs: list[dict[str, float] | None]
+    """Most likely tokens. Of two tokens with the same text the second is written as `token_id:123`. Null for
+    the first token of a repeated prompt."""
 
     text_offset: list[int]
     """Number of characters before the token; of the later bytes of a character, before the character."""
+
+
+class PromptLogprob(ResponseBody):
+    """Log-probability of a token at a place of the prompt, in vLLM's shape."""
+
+    logprob: float
+    """Natural logarithm of the probability; at least -9999."""
+
+    rank: int
+    """How many tokens are at least as likely; 1 is the most likely."""
+
+    decoded_token: str
+    """Text of the token behind other tokens, with its leading blank."""
+
+
+class ScoredPrompt(ResponseBody):
+    """What has log-probabilities of a prompt where they are asked for."""
+
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """Log-probabilities of the prompt by token id, null for its first token; there when they are asked
+    for."""
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        if self.prompt_logprobs is None:
+            del found["prompt_logprobs"]
+        return found
 
 
 class GeneratedFunctionCall(ResponseBody):
@@ -204,7 +234,7 @@ class ChatChunkChoice(ResponseBody):
     finish_reason: str | None = None
 
 
-class CompletionChoice(ResponseBody):
+class CompletionChoice(ScoredPrompt):
     """One of `n` texts of one of the prompts, or an addition to it."""
 
     index: int
@@ -227,7 +257,7 @@ class Response(ResponseBody):
     speculation: Speculation | None = None
 
 
-class ChatResponse(Response):
+class ChatResponse(ScoredPrompt, Response):
     """`POST /v1/chat/completions`."""
 
     choices: list[ChatChoice]

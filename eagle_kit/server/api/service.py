@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import cut
+from eagle_kit.core.output import PromptLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -85,6 +86,14 @@ class Generation:
     prompts: Sequence[Sequence[int]]
     responses: Sequence[ResponseStream]
     created: int
+
+    def scored_prompt(self, index: int) -> PromptLogprobs:
+        """Log-probabilities of the prompt of response ``index``, once that has begun."""
+        request = self.responses[index].request
+        if request.params.prompt_logprobs is None:
+            num_choices = len(self.responses) // len(self.prompts)
+            request = self.responses[index - index % num_choices].request
+        return request.response.prompt_logprobs
 
     async def collect(self) -> list[Delta]:
         """Wait for all responses."""
@@ -327,7 +336,7 @@ class Service:
             sampling_params(body, len(prompt), llm.max_context, vocab_size, grammar, cache_salt)
             for prompt in prompts
         ]
-        check_num_logprobs(body, [params for each in params_of for params in each])
+        check_num_logprobs(body, prompts, params_of)
 
         return [
             llm.make_request(prompt, params, body.priority or 0, shown_tokens, context)
