@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.output import RequestOutput, TokenLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -19,6 +19,9 @@ PREFILL_SECONDS = 0.25
 
 class FakeTokenizer:
     chat_template: str | None = "{{ messages }}"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(f"w{token}" for token in ids)
@@ -48,6 +51,7 @@ class FakeLLM:
     ) -> None:
         self.draft, self.accepted, self.wrong, self.stop_after = draft, accepted, wrong or {}, stop_after
         self.calls = [] if calls is None else calls
+        self.params: list[SamplingParams] = []
         self.max_context = max_context
         self._prompts: dict[tuple[int, ...], Any] = {}
         self.tokenizer = FakeTokenizer()
@@ -75,14 +79,19 @@ class FakeLLM:
         return out
 
     def chat(
-        self, prompts: Sequence[list[int]], params: SamplingParams | None = None, *, shape: str | None = None
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | None = None,
     ) -> list[RequestOutput]:
         assert params is not None and shape is not None
         self.calls.append((self.draft, shape, [self._prompts[tuple(ids)] for ids in prompts]))
         if self.stop_after is not None and len(self.calls) > self.stop_after:
             raise KeyboardInterrupt
         used = SpecShape.parse("3,1,4" if shape == "auto" else shape)
-        return [self._response(prompt, params, used) for prompt in prompts]
+        self.params += params
+        return [self._response(prompt, each, used) for prompt, each in zip(prompts, params, strict=True)]
 
     def _response(self, prompt_ids: list[int], params: SamplingParams, shape: SpecShape) -> RequestOutput:
         ids = list(prompt_ids)
@@ -98,6 +107,12 @@ class FakeLLM:
                 stats.observe(emitted, min(self.accepted, shape.steps, emitted))
             num_cycles += 1
             left -= emitted
+        logprobs = []
+        if params.logprobs is not None:
+            for row in self.logits(ids)[len(prompt_ids) - 1 : -1].log_softmax(-1):
+                top = row.topk(params.logprobs)
+                pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+                logprobs.append(TokenLogprobs(0.0, tuple(pairs)))
         return RequestOutput(
             prompt_ids,
             response,
@@ -106,7 +121,17 @@ class FakeLLM:
             stats,
             prefill_s=PREFILL_SECONDS,
             decode_s=num_cycles * SECONDS_PER_CYCLE,
+            logprobs=logprobs,
         )
+
+
+def plain_generation(prompt_ids: list[int], num_tokens: int) -> tuple[str, list[int]]:
+    """Text and token ids with which plain decoding responds."""
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        ids.append(_next(ids))
+    response = ids[len(prompt_ids) :]
+    return FakeTokenizer().decode(response), response
 
 
 def _next(ids: list[int]) -> int:

@@ -10,7 +10,7 @@ from eagle_kit.data.tasks.sets import EvalPrompt
 from eagle_kit.eval.answers import Answer
 from eagle_kit.eval.engines import EvalEngine
 from eagle_kit.eval.identity import first_difference
-from eagle_kit.eval.servers.measured_server import MeasuredServer, ServedBatch, ServedResponse
+from eagle_kit.eval.servers.measured_server import OURS, MeasuredServer, ServedBatch, ServedResponse
 from eagle_kit.eval.servers.server_answers import (
     ServedAnswer,
     ServedRecord,
@@ -20,8 +20,6 @@ from eagle_kit.eval.servers.server_answers import (
 )
 from eagle_kit.eval.servers.server_checks import LabelledPrompt, check_server
 
-OURS = "eagle-kit"
-"""Name of our engine by its metrics: its samples of a seed are those of our engine here."""
 UNFINISHED = "\ufffd"
 """Stands for the beginning of a character whose other tokens were cut off."""
 SHOWN_CHARACTERS = 24
@@ -98,7 +96,7 @@ class ServerRound:
         self,
         engine: EvalEngine,
         batch: ServedPrompts,
-        params: SamplingParams,
+        params: Sequence[SamplingParams],
         *,
         round: int,
         first: int,
@@ -108,7 +106,7 @@ class ServerRound:
 
         Args:
             engine: computes the logits where a text differs.
-            params: temperature, seed and length of the responses.
+            params: temperature, seed and length of each response.
             round: number of the temperature and seed.
             first: number of the server that goes first.
             on_answers: called with the number of new answers.
@@ -134,18 +132,18 @@ def _record(
     engine: EvalEngine,
     batch: ServedPrompts,
     served: ServedBatch,
-    params: SamplingParams,
+    params: Sequence[SamplingParams],
     round: int,
 ) -> ServedRecord:
     """The record of a batch, each response compared with the plain one."""
     facts = server.facts
-    is_comparable = params.temperature == 0 or (facts.engine == OURS and params.seed is not None)
     num_batch_tokens = sum(response.num_decode_tokens for response in served.responses)
     answers = []
     for index, response in enumerate(served.responses):
         identical = None
         difference = None
-        if is_comparable:
+        is_seeded = facts.engine == OURS and params[index].seed is not None
+        if params[index].is_greedy or is_seeded:
             difference = compare_texts(engine, batch.prompt_ids[index], batch.plain[index], response)
             identical = difference is None
         # Responses share the seconds of their batch by their decoded tokens.
