@@ -15,6 +15,7 @@ from generate.metrics import metrics_page
 from generate.modules import modules_page
 from generate.operations import operations_page
 from generate.options import options_page
+from generate.other_engines import other_engines_page
 from generate.python_api import python_page
 from generate.targets import targets_page
 
@@ -26,6 +27,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "modules.md": modules_page,
     "operations.md": operations_page,
     "options.md": options_page,
+    "other-engines.md": other_engines_page,
     "python.md": python_page,
     "targets.md": targets_page,
 }

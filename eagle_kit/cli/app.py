@@ -151,6 +151,5 @@ def build_parser(names: Sequence[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
         if name in names and name not in DELEGATED:
             module = import_module(command.module)
             module.configure(sub)
-            sub.remedies = getattr(module, "REMEDIES", {})
             sub.set_defaults(run=module.run, parser=sub)
     return parser

@@ -1,5 +1,6 @@
 """Flags that several commands share."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from eagle_kit.drafts.files.named_target import NamedTarget
     from eagle_kit.server.api.startup import ServedModel
 
+KEY_VARIABLES = ("EAGLE_KIT_API_KEY", "OPENAI_API_KEY")
+"""Environment variables with the key of a server that a command is a client of."""
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DECODING = {"shape": "--shape", "max_batch_size": "--batch-size"}
 TEMPLATE = {"chat_template": "--chat-template"}
@@ -148,6 +151,14 @@ def chosen_model(draft_or_target: str, given: str | None) -> "ServedModel":
 def say_target(target: "NamedTarget") -> None:
     """Print to standard error which target a draft is used with, and where its name came from."""
     print(f"target  {target.name}, {target.origin}", file=sys.stderr, flush=True)
+
+
+def server_key() -> str:
+    """Key of a server from the environment; empty where there is none."""
+    for name in KEY_VARIABLES:
+        if os.environ.get(name):
+            return os.environ[name]
+    return ""
 
 
 def tracking_of(options: TrackingFlag) -> TrackingConfig:

@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import os
 import sys
 from typing import Annotated
 
 from pydantic import model_validator
 
-from eagle_kit.cli.arguments import LOADING, TargetFlag, chosen_model
+from eagle_kit.cli.arguments import LOADING, TargetFlag, chosen_model, server_key
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.flags import Flag, FlagsOf, add_options, options_of
@@ -22,7 +21,6 @@ FLAGS = {
     "seed": "--seed",
 }
 ENGINE_FLAGS = {"max_batch_size": "--batch-size", **LOADING}
-KEY_VARIABLES = ("EAGLE_KIT_API_KEY", "OPENAI_API_KEY")
 
 
 class DiagnoseOptions(TargetFlag):
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     # The server, the draft and its target.
     server = None
     if options.base_url is not None:
-        server = ServerClient(options.base_url, _server_key())
+        server = ServerClient(options.base_url, server_key())
     model = chosen_model(options.draft, options.target)
     draft = model.to_serve
     if draft is None:
@@ -90,11 +88,3 @@ def run(args: argparse.Namespace) -> int:
     if found.failure is not None:
         raise found.failure
     return 0 if found.is_healthy else 1
-
-
-def _server_key() -> str:
-    """Key of the server from the environment; empty where there is none."""
-    for name in KEY_VARIABLES:
-        if os.environ.get(name):
-            return os.environ[name]
-    return ""

@@ -3,26 +3,27 @@
 import argparse
 import logging
 import os
-import secrets
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field, model_validator
-
-from eagle_kit.cli import sglang_flags
-from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS
-from eagle_kit.config.engine import SERVER_UTILIZATION, EngineConfig, NgramConfig
-from eagle_kit.config.loading.flags import Flag, add_flags, add_options, options_of
-from eagle_kit.config.options import Options
-from eagle_kit.config.other_engines import remedies_with
-from eagle_kit.config.server import ServerConfig, WarmUpExtent
-from eagle_kit.core.errors import RankLost, UserError
+import eagle_kit
+from eagle_kit.cli.arguments import DEFAULT_TARGET
+from eagle_kit.cli.serve_flags import (
+    SERVER_FLAGS,
+    ServeFlags,
+    add_serve_flags,
+    engine_config,
+    find_served_model,
+    read_serve_flags,
+)
+from eagle_kit.config.engine import SERVER_UTILIZATION, EngineConfig
+from eagle_kit.config.loading.flags import options_of
+from eagle_kit.config.server import LogLevel, ServerConfig, WarmUpExtent
+from eagle_kit.core.errors import RankLost
 from eagle_kit.core.files import check_writable, expand
 from eagle_kit.core.gpus import PLANNED_GPU
 from eagle_kit.core.process import end_at_once
-from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.switches import VARIABLE, disabled_parts
 from eagle_kit.report.stages import say
 
@@ -32,152 +33,21 @@ if TYPE_CHECKING:
     from eagle_kit.engine.llm import LLM
     from eagle_kit.server.api.startup import ServedModel
 
-SHAPE_DEFAULTS = SpecShape(5, 4, 8)
-"""SGLang's for Llama-like models: they complete a shape that was given in part."""
 KEY_VARIABLE = "EAGLE_KIT_API_KEY"
-SERVER_FLAGS = {
-    "host": "--host",
-    "allowed_host": "--allowed-host",
-    "forwarded_allow_ips": "--forwarded-allow-ips",
-    "api_key": "--api-key",
-    "model_name": "--served-model-name",
-    "max_queued": "--max-queued-requests",
-    "max_parallel_per_client": "--max-parallel-per-client",
-    "max_requests_per_minute": "--max-requests-per-minute",
-    "separate_clients": "--separate-clients",
-    "warm_up": "--warm-up",
-    "reasoning_parser": "--reasoning-parser",
-    "tool_call_parser": "--tool-call-parser",
-    "grace_period_s": "--grace-period",
-    "log_stats_interval_s": "--log-stats-interval",
-    "profile_dir": "--profile-dir",
-}
-DRAFT_FLAGS = {
-    "shape": "--shape",
-    "token_map": "--speculative-token-map",
-    "tree": "--speculative-tree",
-    "sampled_drafts": "--speculative-sampled-drafts",
-    "accept_threshold_single": "--speculative-accept-threshold-single",
-    "accept_threshold_acc": "--speculative-accept-threshold-acc",
-}
-NGRAM_FLAGS = {name: f"--speculative-ngram-{name.replace('_', '-')}" for name in NgramConfig.model_fields}
-ENGINE_FLAGS = {
-    "gpu_memory_utilization": "--gpu-memory-utilization",
-    "max_batch_size": "--max-running-requests",
-    "page_size": "--page-size",
-    "prefix_cache": "--no-prefix-cache",
-    "prefill_tokens": "--prefill-tokens",
-    "decode_prefill_tokens": "--decode-prefill-tokens",
-    "mixed_prefill_tokens": "--mixed-prefill-tokens",
-    "prefill_backend": "--prefill-backend",
-    "linear_backend": "--linear-backend",
-    "kv_memory": "--kv-memory",
-    "kv_dtype": "--kv-dtype",
-    "state_snapshots": "--state-snapshots",
-    "graph_mode": "--graph-mode",
-    "nvtx": "--nvtx",
-    "graph_memory": "--graph-memory",
-    **RANKS,
-    **LOADING,
-}
-FLAG_NAMES = {
-    "call": "eagle-kit serve TARGET --draft DRAFT",
-    "draft": "--draft",
-    "no_prefix_cache": "--no-prefix-cache",
-    "no_graphs": "--disable-cuda-graph",
-    "algorithm": "--speculative-algorithm",
-    "seed": "--seed",
-    **DRAFT_FLAGS,
-    **ENGINE_FLAGS,
-}
-REMEDIES = {
-    **remedies_with(FLAG_NAMES),
-    "tokenizer": "Leave it out: the tokenizer is the target's.",
-    "disable_log_stats": "Give --log-stats-interval 0.",
-    "decode_log_interval": "Give --log-stats-interval, in seconds.",
-    "profiler_config": "Give --profile-dir, the folder of the traces.",
-}
-"""What to give in place of flags of vLLM and SGLang."""
-HTTP = "HTTP"
-SPECULATION = "speculation"
-ENGINE = "engine"
-
-
-class ServeFlags(Options):
-    """Options of ``serve`` beside those of the server and of its engine."""
-
-    model: Annotated[str, Flag(metavar="DRAFT_OR_TARGET", is_positional=True)]
-    """Draft, which names its target, or a target; each a folder, a hub id or a known name;
-    a target also a .gguf file."""
-
-    target: str | None = None
-    """Target of the draft, if not its own."""
-
-    draft: str | None = None
-    """Draft for the target; without it decoding is plain."""
-
-    plan: bool = False
-    """Without a GPU or the target's weights, print the memory of each rank for several numbers of ranks, and
-    what fits on which GPUs.
-    """
-
-    gpu: Annotated[str | None, Flag(metavar="KIND")] = Field(
-        default=None, description=f"Kind of GPU of --plan; default {PLANNED_GPU}."
-    )
-
-    port: Annotated[int, Flag(group=HTTP)] = 8000
-    """Port to listen on; 0 takes a free one."""
-
-    speculative_algorithm: Annotated[str | None, Flag(metavar="NAME", group=SPECULATION)] = None
-    """EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE, NEXTN, STANDALONE, NGRAM or NONE; default that of the draft."""
-
-    steps: Annotated[int | None, Flag("--speculative-num-steps", group=SPECULATION)] = None
-    """Depth of the draft; in place of --shape."""
-
-    topk: Annotated[int | None, Flag("--speculative-eagle-topk", group=SPECULATION)] = None
-    """Candidates per depth, 1 of a chain; in place of --shape."""
-
-    tokens: Annotated[int | None, Flag("--speculative-num-draft-tokens", group=SPECULATION)] = None
-    """Tokens that are verified, root included; in place of --shape."""
-
-    no_self_test: Annotated[bool, Flag(group=SPECULATION)] = False
-    """Do not compare with plain decoding at start."""
-
-    seed: Annotated[int | None, Flag(group=ENGINE)] = None
-    """Seed of requests that bring none; default another at every start."""
-
-    disable_cuda_graph: Annotated[bool, Flag(group=ENGINE)] = False
-    """The same as --graph-mode off."""
-
-    @model_validator(mode="after")
-    def _go_together(self) -> "ServeFlags":
-        if self.target is not None and self.draft is not None:
-            raise UserError(
-                "--draft was given beside --target.",
-                "Give the target first with --draft, or the draft first with --target.",
-            )
-        if self.gpu is not None and not self.plan:
-            raise UserError("--gpu is of --plan, which was not given.", "Give both, or --device.")
-        return self
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``serve``."""
-    groups = add_options(parser, ServeFlags)
-    add_flags(groups[HTTP], ServerConfig, SERVER_FLAGS)
-    add_flags(groups[SPECULATION], EngineConfig, DRAFT_FLAGS)
-    add_flags(groups[SPECULATION], NgramConfig, NGRAM_FLAGS)
-    add_flags(groups[ENGINE], EngineConfig, ENGINE_FLAGS)
-    sglang_flags.configure(parser)
+    add_serve_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check, load, test, serve; returns when the server was told to stop."""
-    sglang_flags.apply(args)
-    flags = options_of(args, ServeFlags)
-    if flags.plan:
-        return plan(args, flags)
-    config = engine_config(args)
+    if args.plan:
+        return plan(args)
+    options = read_serve_flags(args)
+    flags = options.flags
+    config = options.engine
     from eagle_kit.data.chat.response.choice import check_names
     from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.engine.llm import LLM
@@ -186,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.server.api.app import check_packages, create_app
     from eagle_kit.server.api.hosts import is_loopback
     from eagle_kit.server.api.server import bind, run_forever
-    from eagle_kit.server.api.startup import find_model, warnings_as_lines
+    from eagle_kit.server.api.startup import warnings_as_lines
 
     # Read the options of the server.
     check_packages()
@@ -207,17 +77,14 @@ def run(args: argparse.Namespace) -> int:
         say(f"warning: whoever reaches this machine may use the server; set a key as ${KEY_VARIABLE}.")
 
     # Find the model, and the names that requests may give.
-    if flags.draft is None:
-        found = find_model(flags.model, flags.target, DEFAULT_TARGET)
-    else:
-        found = find_model(flags.draft, flags.model, DEFAULT_TARGET)
-    model = check_algorithm(flags, found, config.token_map)
+    model = find_served_model(options)
     names = names_of(model)
     if args.model_name is None:
         server_config = server_config.replace(model_name=names[0])
-    server_config = server_config.replace(model_aliases=names)
+    server_config = server_config.replace(model_aliases=(*server_config.model_aliases, *names))
 
     # Load, prepare, answer.
+    show_log(server_config.log_level)
     try:
         with warnings_as_lines(say), naming(model.named):
             llm = LLM(model.target, model.to_serve, config)  # where other ranks of torchrun end
@@ -239,11 +106,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _SayHandler(logging.Handler):
-    """Handler of the log that prints as the rest of the command does."""
+    """Handler of the log that prints as the rest of the command does.
+
+    Records of loggers that have a handler of their own are left to that handler.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
-        say(self.format(record))
+        handlers = logging.getLogger(record.name).handlers
+        if not handlers or self in handlers:
+            say(self.format(record))
+
+
+def show_log(level: LogLevel) -> None:
+    """Print the lines of the package from ``level`` on to standard error, each with its time and logger."""
+    logger = logging.getLogger(eagle_kit.__name__)
+    if not logger.handlers:
+        handler = _SayHandler()
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+        )
+        logger.addHandler(handler)
+    logger.setLevel("DEBUG" if level == "trace" else level.upper())
 
 
 def show_stats_log() -> None:
@@ -296,10 +180,12 @@ def _short_name(given: str) -> str:
     return given.partition("@")[0]
 
 
-def plan(args: argparse.Namespace, flags: ServeFlags) -> int:
+def plan(args: argparse.Namespace) -> int:
     """Print the memory that the engine would need. Raises UserError."""
     from eagle_kit.cli.serve_plan import print_plan
     from eagle_kit.server.api.startup import find_model
+
+    flags = options_of(args, ServeFlags)
 
     # All compared numbers of ranks have these kinds of parallelism. The options of the engine are
     # of one rank, which refuses them.
@@ -348,72 +234,6 @@ def leave(llm: "LLM", error: RankLost) -> None:
     if llm.group is not None and llm.group.workers is not None:
         llm.group.workers.kill()
     end_at_once(1)
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Options of the engine from the command line.
-
-    Raises:
-        UserError: wrong values, or flags that exclude each other.
-    """
-    # Flags that stand for others.
-    if args.disable_cuda_graph:
-        if args.graph_mode not in (None, "off"):
-            raise UserError("--graph-mode was given beside --disable-cuda-graph.", "Give one or the other.")
-        args.graph_mode = "off"
-    args.shape = shape_of(args)
-    algorithm = args.speculative_algorithm
-    if algorithm in (None, "NONE"):
-        algorithm = "auto"
-
-    # The options.
-    ngram = options_of(args, NgramConfig, NGRAM_FLAGS)
-    seed = secrets.randbits(32) if args.seed is None else args.seed
-    config = options_of(
-        args,
-        EngineConfig,
-        {**DRAFT_FLAGS, **ENGINE_FLAGS},
-        algorithm=algorithm,
-        ngram=ngram,
-        seed=seed,
-    )
-
-    # Warn of options that change texts.
-    if config.is_relaxed:
-        say("warning: accept thresholds below 1 are LOSSY: sampled text does not follow the target.")
-    if config.quantization == "fp8":
-        say("warning: the quantization fp8 is LOSSY: text is that of a target near the unquantised one.")
-    return config
-
-
-def check_algorithm(flags: ServeFlags, model: "ServedModel", token_map: Path | None = None) -> "ServedModel":
-    """Return the model with the draft that the algorithm uses, or without one.
-
-    Raises:
-        UserError: an unknown algorithm, or one without the draft it needs.
-    """
-    from eagle_kit.drafts.files.draft import drafts_in_target
-    from eagle_kit.drafts.registry import algorithms, kind_in_target
-    from eagle_kit.engine.options import draft_in_target
-    from eagle_kit.models.loading.source import resolve_target
-
-    name = flags.speculative_algorithm
-    known = (*algorithms(), "NGRAM", "NONE")
-    if name not in (None, *known):
-        raise UserError(f"The algorithm {name!r} is not known.", f"Use one of {', '.join(known)}.")
-    if name in ("NONE", "NGRAM"):
-        model = replace(model, draft=None)
-
-    # An algorithm that was asked for without a draft takes the draft in the target's folder.
-    is_in_target = name is not None and name in algorithms() and model.draft is None
-    if name is not None and is_in_target and kind_in_target(name) is None:
-        folder = resolve_target(model.target)
-        if not drafts_in_target(folder, name):
-            raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
-        model = replace(model, draft=str(draft_in_target(None, name, folder)))
-    if model.draft is None and not is_in_target and token_map is not None:
-        raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")
-    return model
 
 
 def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmUpExtent = "all") -> None:
@@ -494,35 +314,6 @@ def say_self_test(model: "ServedModel", llm: "LLM", dtype: str) -> None:
     test = self_test(llm, llm.default_shape)
     for line in report(test, exact=exact, is_given=not llm.chooses_shapes, low_causes=causes):
         say(line)
-
-
-def shape_of(args: argparse.Namespace) -> SpecShape | ShapeTable | None:
-    """Read ``--shape`` or the three numbers as a shape; None lets the engine choose.
-
-    Raises:
-        UserError: both, numbers that do not go together, or speculation that was switched off.
-    """
-    has_numbers = any(value is not None for value in (args.steps, args.topk, args.tokens))
-    if args.shape is not None and has_numbers:
-        raise UserError("--shape was given beside its single numbers.", "Give one or the other.")
-    table = None
-    if args.shape not in (None, "auto"):
-        table = ShapeTable.parse(args.shape)
-    has_shape = has_numbers or (table is not None and table.steps > 0)
-    if args.speculative_algorithm == "NONE" and has_shape:
-        raise UserError("A shape was given for the algorithm NONE.", "Leave one of them out.")
-    if not has_numbers:
-        return table
-
-    # Missing numbers have SGLang's defaults, but a chain verifies one token more than it has steps.
-    steps = SHAPE_DEFAULTS.steps if args.steps is None else args.steps
-    topk = SHAPE_DEFAULTS.topk if args.topk is None else args.topk
-    tokens = SHAPE_DEFAULTS.tokens if args.tokens is None else args.tokens
-    if topk == 1 and tokens != steps + 1:
-        if args.tokens is not None:
-            say(f"warning: a chain of {steps} steps verifies {steps + 1} tokens, so {tokens} is ignored.")
-        tokens = steps + 1
-    return SpecShape.parse(f"{steps},{topk},{tokens}")
 
 
 def progress(name: str) -> "Callable[[int, int], None]":

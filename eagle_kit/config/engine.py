@@ -6,14 +6,14 @@ and ``LLM`` takes the fields as keywords.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from eagle_kit.config.options import Options
-from eagle_kit.config.other_engines import PYTHON_NAMES, remedies_with
+from eagle_kit.config.other_engines import keyword_remedy
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable
 from eagle_kit.core.switches import VARIABLE, is_disabled
@@ -56,6 +56,14 @@ def _is_disabled(part: str, option: str, *, is_wanted: bool) -> bool:
             f"The option {option} asks for {part}, which {VARIABLE} disables.", "Leave one of the two out."
         )
     return True
+
+
+def algorithm_name(given: Any) -> Any:
+    """Name of an algorithm as the kinds of drafts write it: capitals, except for ``auto``. Other values than
+    texts as they are."""
+    if not isinstance(given, str):
+        return given
+    return "auto" if given.lower() == "auto" else given.upper()
 
 
 def _shape_table(given: Any) -> ShapeTable | None:
@@ -122,13 +130,11 @@ class NgramConfig(Options):
 class EngineConfig(Options):
     """Options of an engine; None is chosen by the model and the device (:meth:`resolve`)."""
 
-    remedies: ClassVar[Mapping[str, str]] = remedies_with(PYTHON_NAMES)
-
-    algorithm: str = "auto"
-    """Kind of the draft: auto reads it from the draft; EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE and STANDALONE
-    refuse drafts of other kinds, and without a draft a head that lies in a folder of the target's is taken;
-    NEXTN is EAGLE, or, without a draft, takes the MTP modules in the target's own folder; NGRAM drafts from
-    earlier text, without a draft; NONE drafts nothing.
+    algorithm: Annotated[str, BeforeValidator(algorithm_name)] = "auto"
+    """Kind of the draft, in any case: auto reads it from the draft; EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE
+    and STANDALONE refuse drafts of other kinds, and without a draft a head that lies in a folder of the
+    target's is taken; NEXTN is EAGLE, or, without a draft, takes the MTP modules in the target's own folder;
+    NGRAM drafts from earlier text, without a draft; NONE drafts nothing.
     """
 
     token_map: Path | None = None
@@ -312,6 +318,11 @@ class EngineConfig(Options):
             )
         return self
 
+    @classmethod
+    def remedy_of_unknown(cls, name: str) -> str:
+        """See :class:`~eagle_kit.config.options.Options`; names of SGLang and vLLM are known."""
+        return keyword_remedy(name, EngineConfig.model_fields) or super().remedy_of_unknown(name)
+
     @property
     def has_auto_shape(self) -> bool:
         """True if shapes are to be chosen by measurements: ``shape`` is ``"auto"``, or was left out."""
@@ -366,6 +377,8 @@ class EngineConfig(Options):
         default_graph_mode = "cycle" if can_capture and (on_gpu or can_record) else "off"
         default_lag = int(on_gpu and can_lag)
 
+        shape = self.shape or ShapeTable.parse(NO_SPECULATION)
+
         # The largest batch is the last of the sizes.
         sizes = default_sizes if self.batch_sizes is None else self.batch_sizes
         resolved = {
@@ -377,7 +390,8 @@ class EngineConfig(Options):
             "lag": default_lag if self.lag is None else self.lag,
             "batch_sizes": _sizes_up_to(max_batch_size, sizes),
             "graph_mode": self.graph_mode or default_graph_mode,
-            "shape": self.shape or ShapeTable.parse(NO_SPECULATION),
+            "shape": shape,
+            "draft_scratch": max(MAX_WINDOW, shape.num_draft_nodes),
         }
         return ResolvedConfig(**{**dict(self), **resolved})
 
@@ -390,6 +404,8 @@ class ResolvedConfig(EngineConfig):
     engine runs a policy instead (``autotune/policy.py``).
     """
 
+    draft_scratch: int
+    """Scratch rows of a request in the draft's store: those of a window, or more for a larger draft."""
     max_batch_size: int
     max_context: int
     prefill_tokens: int

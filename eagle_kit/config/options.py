@@ -1,7 +1,6 @@
 """Base classes of schemas: of sections of a YAML file, and of options that are given as keywords."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -45,9 +44,6 @@ class OptionError(UserError):
 class Options(BaseModel):
     """Set of options. The text under a field is its documentation and the help of its flag.
 
-    Attributes:
-        remedies: remedy by the name of an option that other engines have and this class has not.
-
     Raises:
         UserError: an unknown name or a wrong value.
     """
@@ -55,7 +51,6 @@ class Options(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
     )
-    remedies: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -67,6 +62,15 @@ class Options(BaseModel):
     def help_of(cls, name: str) -> str:
         """Documentation of a field, on one line."""
         return " ".join((cls.model_fields[name].description or "").split())
+
+    @classmethod
+    def remedy_of_unknown(cls, name: str) -> str:
+        """Remedy for a name that is no option."""
+        known = list(cls.model_fields)
+        near = nearest_key(name, known)
+        if near is None:
+            return f"Use {', '.join(known)}."
+        return f"Did you mean {near}?"
 
     def replace(self, **values: Any) -> Self:
         """Copy the options with other ``values``, validated again."""
@@ -89,22 +93,11 @@ def _for_user(error: ValidationError, schema: type[Options]) -> UserError:
         if problem["type"] == "extra_forbidden":
             unknown.append(".".join(map(str, problem["loc"])))
     if len(unknown) > 1:
-        remedies = [f"{name}: {_remedy_of_unknown(name, schema)}" for name in unknown]
+        remedies = [f"{name}: {schema.remedy_of_unknown(name)}" for name in unknown]
         return UserError(f"There are no options {', '.join(unknown)}.", " ".join(remedies))
     if unknown:
-        return UserError(f"There is no option {unknown[0]}.", _remedy_of_unknown(unknown[0], schema))
+        return UserError(f"There is no option {unknown[0]}.", schema.remedy_of_unknown(unknown[0]))
 
     # A value is wrong.
     name = ".".join(map(str, first["loc"][:1]))
     return OptionError(name, first["input"], f"{first['msg']}.")
-
-
-def _remedy_of_unknown(name: str, schema: type[Options]) -> str:
-    """Remedy for a name that ``schema`` does not have."""
-    if name in schema.remedies:
-        return schema.remedies[name]
-    known = list(schema.model_fields)
-    near = nearest_key(name, known)
-    if near is None:
-        return f"Use {', '.join(known)}."
-    return f"Did you mean {near}?"

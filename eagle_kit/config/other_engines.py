@@ -1,165 +1,199 @@
-"""Options of vLLM and SGLang by their names there, each with a remedy: the option of ours to give instead.
-Torch-free."""
+"""Flags and keywords of SGLang's and vLLM's engines: what each means here, or why it is refused. Torch-free.
 
-from collections.abc import Mapping
+The table is ``other_engines.toml`` beside this file. It is read when a flag or keyword is not known here.
+"""
 
-from eagle_kit.core.switches import VARIABLE
+import tomllib
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
+TABLE = Path(__file__).with_name("other_engines.toml")
 LEAVE_OUT = "Leave it out."
-TARGET = "Write {call}."
-DRAFT = "Give {draft}."
-SHAPE = "Give {shape}, steps,topk,tokens: 4,1,5 drafts a chain of 4, and 5,4,16 a tree."
-MAX_CONTEXT = "Give {max_context}."
-POOL = "Give {kv_memory}, the size of the key-value pool, such as 4G."
-FRACTION = "Give {gpu_memory_utilization}, the share of the GPU's memory that the process may take in all."
-BATCH = "Give {max_batch_size}."
-RANKS = "Give {tensor_parallel}."
-PROMPT_PARTS = "Give {prefill_tokens}."
-NO_PREFIX_CACHE = "Give {no_prefix_cache}."
-NO_GRAPHS = f"Give {{no_graphs}}, or set {VARIABLE}=graphs."
-NO_ONE_SHOT = f"Set {VARIABLE}=one-shot-all-reduce."
-NO_LAG = f"Set {VARIABLE}=lag."
-GRAPHS = "Leave it out: what a batch needs is captured, and nothing with {no_graphs}."
-LAYERS = "Leave it out: layers are not shared out among processes; {tensor_parallel} shares each of them."
-REPLICAS = "Start several servers behind a router (docs/how-to/serve-a-fleet.md)."
-ADAPTERS = "Merge the adapter into the target's weights."
-HOST_MEMORY = "Leave it out: nothing is moved to the memory of the host."
-TEXT_ALONE = "Leave it out: prompts are text."
-GRAMMARS = "Leave it out: llguidance compiles all grammars."
-CONFIG = "Write it into the target's config.json."
-PROXY = "Put a proxy before the server, as in serve/haproxy.cfg."
-OF_SERVER = "Leave it out: it is an option of eagle-kit serve."
-NVTX = "Give {nvtx}: the parts of a step have ranges, and not the layers."
-LOG_STATS = "Leave it out: eagle-kit serve has --log-stats-interval SECONDS, and 0 writes no lines."
-PROFILES = "Leave it out: eagle-kit serve has --profile-dir DIR."
-
-OPTIONS = {
-    # The models.
-    "model": TARGET,
-    "model_path": TARGET,
-    "speculative_config": "Write {call}, and give {shape}: 4,1,5 is num_speculative_tokens=4.",
-    "speculative_model": DRAFT,
-    "speculative_draft_model": DRAFT,
-    "speculative_draft_model_path": DRAFT,
-    "draft_model": DRAFT,
-    "draft_model_path": DRAFT,
-    "revision": "Name it with the target: org/model@revision.",
-    "tokenizer_revision": "Name it with the target: org/model@revision.",
-    "tokenizer_path": "Leave it out: the tokenizer is the target's.",
-    "tokenizer_mode": LEAVE_OUT,
-    "skip_tokenizer_init": "Leave it out; prompts may be token ids.",
-    "trust_remote_code": "Leave it out: code in a model's folder is never run.",
-    "load_format": LEAVE_OUT,
-    "download_dir": "Set $HF_HOME.",
-    "hf_overrides": CONFIG,
-    "rope_scaling": CONFIG,
-    "json_model_override_args": CONFIG,
-    "enable_lora": ADAPTERS,
-    "lora_modules": ADAPTERS,
-    "lora_paths": ADAPTERS,
-    "task": "Leave it out: a target generates text.",
-    "runner": "Leave it out: a target generates text.",
-    "limit_mm_per_prompt": TEXT_ALONE,
-    "mm_processor_kwargs": TEXT_ALONE,
-    # Speculation.
-    "speculative_algorithm": "Give {algorithm}.",
-    "num_speculative_tokens": SHAPE,
-    "speculative_num_steps": SHAPE,
-    "speculative_eagle_topk": SHAPE,
-    "speculative_num_draft_tokens": SHAPE,
-    # Batches and memory.
-    "max_model_len": MAX_CONTEXT,
-    "context_length": MAX_CONTEXT,
-    "mem_fraction_static": FRACTION,
-    "kv_cache_memory_bytes": POOL,
-    "num_gpu_blocks_override": POOL,
-    "max_total_tokens": POOL,
-    "kv_cache_dtype": "Give {kv_dtype}.",
-    "block_size": "Give {page_size}.",
-    "max_num_seqs": BATCH,
-    "max_running_requests": BATCH,
-    "max_num_batched_tokens": PROMPT_PARTS,
-    "max_prefill_tokens": PROMPT_PARTS,
-    "chunked_prefill_size": PROMPT_PARTS,
-    "enable_chunked_prefill": "Leave it out: prompts are computed in parts of {prefill_tokens}.",
-    "enable_prefix_caching": "Leave it out: prefixes are cached, unless with {no_prefix_cache}.",
-    "no_enable_prefix_caching": NO_PREFIX_CACHE,
-    "disable_radix_cache": NO_PREFIX_CACHE,
-    "swap_space": HOST_MEMORY,
-    "cpu_offload_gb": HOST_MEMORY,
-    "random_seed": "Give {seed}.",
-    # Devices and kernels.
-    "tensor_parallel_size": RANKS,
-    "tp_size": RANKS,
-    "tp": RANKS,
-    "pipeline_parallel_size": LAYERS,
-    "pp_size": LAYERS,
-    "data_parallel_size": REPLICAS,
-    "dp_size": REPLICAS,
-    "async_scheduling": LEAVE_OUT,
-    "distributed_executor_backend": LEAVE_OUT,
-    "disable_overlap_schedule": NO_LAG,
-    "disable_custom_all_reduce": NO_ONE_SHOT,
-    "enforce_eager": NO_GRAPHS,
-    "disable_cuda_graph": NO_GRAPHS,
-    "cuda_graph_max_bs": GRAPHS,
-    "max_seq_len_to_capture": GRAPHS,
-    "compilation_config": GRAPHS,
-    "enable_torch_compile": GRAPHS,
-    "attention_backend": "Give {prefill_backend}.",
-    "enable_layerwise_nvtx_tracing": NVTX,
-    "enable_layerwise_nvtx_marker": NVTX,
-    # Requests and the server.
-    "generation_config": "Leave it out: a request has OpenAI's defaults, or its own values.",
-    "logits_processors": "Give requests logit_bias, bad_words, allowed_token_ids or structured_outputs.",
-    "guided_decoding_backend": GRAMMARS,
-    "structured_outputs_config": GRAMMARS,
-    "grammar_backend": GRAMMARS,
-    "enable_auto_tool_choice": "Leave it out: calls are read as the chat template writes them.",
-    "enable_reasoning": "Leave it out: reasoning is read as the chat template writes it.",
-    "served_model_name": OF_SERVER,
-    "api_key": OF_SERVER,
-    "enable_metrics": "Leave it out: /metrics is always there.",
-    "disable_log_stats": LOG_STATS,
-    "decode_log_interval": LOG_STATS,
-    "profiler_config": PROFILES,
-    "disable_log_requests": LEAVE_OUT,
-    "log_level": LEAVE_OUT,
-    "uvicorn_log_level": LEAVE_OUT,
-    "root_path": PROXY,
-    "ssl_certfile": PROXY,
-    "ssl_keyfile": PROXY,
-    "allowed_origins": PROXY,
+KEYWORDS = {
+    "model": "Write LLM(TARGET, draft=DRAFT).",
+    "draft": "Give draft=DRAFT.",
+    "speculative_algorithm": "Give algorithm.",
+    "tokens": "Give shape, steps,topk,tokens: 4,1,5 drafts a chain of 4, and 5,4,16 a tree.",
 }
-"""Remedy by the name of an option. Names in braces are options of ours, which have other names in Python than
-on the command line."""
-
-PYTHON_NAMES = {
-    "call": "LLM(TARGET, draft=DRAFT)",
-    "draft": "draft=DRAFT",
-    "no_prefix_cache": "prefix_cache=False",
-    "no_graphs": 'graph_mode="off"',
-    "algorithm": "algorithm",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "kv_dtype": "kv_dtype",
-    "kv_memory": "kv_memory",
-    "max_batch_size": "max_batch_size",
-    "max_context": "max_context",
-    "nvtx": "nvtx=True",
-    "page_size": "page_size",
-    "prefill_backend": "prefill_backend",
-    "prefill_tokens": "prefill_tokens",
-    "seed": "seed",
-    "shape": "shape",
-    "tensor_parallel": "tensor_parallel",
-}
-"""Names in the braces of :data:`OPTIONS`, as keywords of ``LLM``."""
+KEYWORDS["steps"] = KEYWORDS["topk"] = KEYWORDS["tokens"]
+"""What to write in Python for options of `eagle-kit serve` that ``EngineConfig`` does not have."""
 
 
-def remedies_with(names: Mapping[str, str]) -> dict[str, str]:
-    """Remedies by the names of options of vLLM and SGLang.
+@dataclass(frozen=True)
+class OtherFlag:
+    """A flag of SGLang's or vLLM's server, or a key of vLLM's ``speculative_config``.
+
+    Attributes:
+        name: the flag without dashes in front; a key is ``speculative-config.KEY``.
+        engines: those that have it.
+        also: other names, with dashes in front.
+        takes: number of words that follow it: ``none`` is a switch, whose value is ``true``, or ``false`` as
+            ``--no-NAME``; ``many`` are all words up to the next flag.
+        option: option of `eagle-kit serve` that it sets; empty for none.
+        values: value of the option by theirs; a pattern such as ``*_mtp`` stands for several.
+        passes: whether other values than :attr:`values` are values of the option.
+        same: values, or patterns, that ask for what is done anyway.
+        sets: further options that any value but :attr:`same` sets.
+        rule: name of the function that reads a value together with other flags; empty for most.
+        yields_to: flags that go before this one, each for a part of its meaning, the first for the option.
+        notes: what is printed, by value; ``*`` for all others.
+        why: reason of a refusal, or what is done anyway; one sentence.
+        remedy: what to do where a value is refused; empty to leave the flag out or to choose another value.
+        keyword: what to write in Python; empty for what follows from the option.
+    """
+
+    name: str
+    engines: tuple[str, ...]
+    also: tuple[str, ...] = ()
+    takes: Literal["one", "none", "many"] = "one"
+    option: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    passes: bool = False
+    same: tuple[str, ...] = ()
+    sets: Mapping[str, str] = field(default_factory=dict)
+    rule: str = ""
+    yields_to: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
+    remedy: str = ""
+    keyword: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The flag as it is written."""
+        return f"-{self.name}" if len(self.name) == 1 else f"--{self.name}"
+
+    @property
+    def is_taken(self) -> bool:
+        """False if every use of the flag is refused."""
+        return bool(self.option or self.same or self.sets or self.rule)
+
+    @property
+    def allowed(self) -> list[str]:
+        """Values that are taken, where they are a list."""
+        return [*self.same, *self.values]
+
+    def is_same(self, value: str) -> bool:
+        """True for a value that asks for what is done anyway. ``--no-NAME`` of a switch that is refused is
+        one."""
+        if any(fnmatch(value.lower(), each.lower()) for each in self.same):
+            return True
+        return self.takes == "none" and value == "false" and "false" not in self.values
+
+    def value_of(self, value: str) -> str | None:
+        """Value of the option for one of theirs; None if there is none."""
+        for theirs, ours in self.values.items():
+            if fnmatch(value.lower(), theirs.lower()):
+                return ours
+        takes_all = self.option and self.takes != "none" and not self.values
+        return value if self.passes or takes_all else None
+
+    def note(self, value: str) -> str:
+        """What is printed where the flag is used; empty for nothing."""
+        return self.notes.get(value, self.notes.get("*", ""))
+
+    def remedy_of(self, value: str) -> str:
+        """What to do where a value is refused."""
+        if self.remedy:
+            return self.remedy
+        if self.takes == "none" or not self.allowed:
+            return LEAVE_OUT
+        return f"Leave it out, or use one of {', '.join(self.allowed)}."
+
+    def keyword_remedy(self, fields: Container[str]) -> str:
+        """What to write in Python in place of the keyword of the same name.
+
+        Args:
+            fields: names of the fields of ``EngineConfig``.
+        """
+        if self.keyword:
+            return self.keyword
+        if self.option in KEYWORDS:
+            return KEYWORDS[self.option]
+        if self.option in fields and self.takes == "none":
+            value = self.values.get("true", self.values.get("false"))
+            return f"Give {self.option}={_literal(value)}."
+        if self.option in fields:
+            return f"Give {self.option}."
+        if self.option:
+            return f"{LEAVE_OUT[:-1]}: it is an option of eagle-kit serve."
+        return f"{self.why} {self.remedy or LEAVE_OUT}".strip()
+
+
+def _literal(value: str | None) -> str:
+    """A value of an option as Python writes it."""
+    if value is None or value.isdigit():
+        return str(value)
+    if value in ("true", "false"):
+        return value.capitalize()
+    return repr(value)
+
+
+@dataclass(frozen=True)
+class OtherFlags:
+    """All flags of the table.
+
+    Attributes:
+        flags: in the order of the file; those that are refused for one reason follow the others.
+        versions: version of each engine whose flags all are there.
+        by_name: flag by each of its names, with dashes in front.
+    """
+
+    flags: tuple[OtherFlag, ...]
+    versions: Mapping[str, str]
+    by_name: Mapping[str, OtherFlag]
+
+
+@cache
+def other_flags() -> OtherFlags:
+    """Read the table, once."""
+    with TABLE.open("rb") as file:
+        table = tomllib.load(file)
+
+    # Flags with an entry of their own.
+    flags = []
+    for name, entry in table["flags"].items():
+        flags.append(_flag(name, entry))
+
+    # Flags that are refused for one reason.
+    for group in table["refused"]:
+        engines_of: dict[str, list[str]] = {}
+        for engine in table["versions"]:
+            for name in group.get(engine, "").split():
+                engines_of.setdefault(name, []).append(engine)
+        for name, engines in engines_of.items():
+            flags.append(
+                OtherFlag(name, tuple(engines), why=group["why"], remedy=group.get("remedy", LEAVE_OUT))
+            )
+
+    by_name = {}
+    for flag in flags:
+        for name in (flag.flag, *flag.also):
+            by_name[name] = flag
+    return OtherFlags(tuple(flags), table["versions"], by_name)
+
+
+def _flag(name: str, entry: Mapping[str, Any]) -> OtherFlag:
+    """A flag of the table."""
+    lists = {key: tuple(entry[key]) for key in ("engines", "also", "same", "yields_to") if key in entry}
+    return OtherFlag(name=name, **{**entry, **lists})
+
+
+def keyword_remedy(name: str, fields: Container[str]) -> str | None:
+    """What to write in place of a keyword of SGLang's or vLLM's engine; None for other names.
 
     Args:
-        names: replacements of the names in braces, with the keys of :data:`PYTHON_NAMES`.
+        name: of the keyword.
+        fields: names of the fields of ``EngineConfig``.
     """
-    return {option: text.format_map(names) for option, text in OPTIONS.items()}
+    table = other_flags().by_name
+    flag_name = f"--{name.replace('_', '-')}"
+    switch = flag_name.replace("--no-", "--", 1)
+    flag = table.get(flag_name) or table.get(switch)
+    if flag is None:
+        flag = table.get(flag_name.removeprefix("-"))  # such as -tp
+    return None if flag is None else flag.keyword_remedy(fields)

@@ -3,9 +3,9 @@
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from eagle_kit.config.loading.flags import Flag
 from eagle_kit.config.options import Options
@@ -13,6 +13,12 @@ from eagle_kit.core.errors import UserError, shown
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 WarmUpExtent = Literal["all", "usual", "none"]
+LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+
+
+def _lower(text: Any) -> Any:
+    """A text in small letters; other values as they are."""
+    return text.lower() if isinstance(text, str) else text
 
 
 class ServerConfig(Options):
@@ -23,8 +29,8 @@ class ServerConfig(Options):
     that was served is taken as well.
     """
 
-    model_aliases: tuple[str, ...] = ()
-    """Other names that requests may give."""
+    model_aliases: Annotated[tuple[str, ...], Flag(is_repeated=True, metavar="NAME")] = ()
+    """Another name that requests may give; may be given several times."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -85,6 +91,12 @@ class ServerConfig(Options):
     log_stats_interval_s: float = Field(default=10.0, ge=0.0)
     """Seconds between two lines of the log about throughput, requests and memory, while there is traffic; 0
     writes none.
+    """
+
+    log_level: Annotated[LogLevel, BeforeValidator(_lower)] = "warning"
+    """Least level of the lines that the package and uvicorn write to standard error: critical, error, warning
+    (the default), info, debug or trace, in any case. uvicorn's warnings, a line for each request that is no
+    HTTP, come with info. The lines about traffic have --log-stats-interval.
     """
 
     profile_dir: Annotated[Path | None, Flag(metavar="DIR")] = None

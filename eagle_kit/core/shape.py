@@ -7,6 +7,12 @@ from eagle_kit.core.errors import UserError
 
 MAX_WINDOW = 64
 """Maximum number of nodes of a window: ancestors are the bits of one 64-bit word."""
+TREE_TOPK = 4
+TREE_TOKENS = 8
+"""Candidates and tokens of a tree that was given in part."""
+
+MAX_DRAFT_NODES = 128
+"""Maximum number of nodes that a draft runs in one cycle: their ancestors are the bits of two words."""
 
 
 class SpecShape(NamedTuple):
@@ -17,9 +23,9 @@ class SpecShape(NamedTuple):
         topk: nodes that the draft runs per depth, and children of each of them, K. 1 is a chain.
         tokens: nodes verified in one target forward, N, *root included*.
 
-    The published code of EAGLE counts forwards: its ``depth`` d is d + 1 steps here. Its ``total_token`` is
-    ``tokens``. The nodes that the draft runs, K (S - 1), must fit a window of 64. So the published tree of 60
-    nodes with K = 10 has up to 7 steps here (``7,10,60``).
+    The published code of EAGLE-3 (SafeAILab/EAGLE, ``EaModel.from_pretrained``) has ``depth=7``, ``top_k=10``
+    and ``total_token=60``, which is ``8,10,60`` here. Its ``depth`` counts the draft's forwards after the
+    first one, so d are d + 1 steps; its ``total_token`` counts the root.
     """
 
     steps: int
@@ -36,6 +42,11 @@ class SpecShape(NamedTuple):
         """The shape with its kind, such as ``4,1,5 (chain)``."""
         kind = "chain" if self.topk == 1 else "tree"
         return f"{self} ({kind})"
+
+    @property
+    def num_draft_nodes(self) -> int:
+        """Nodes that an autoregressive draft runs, K (S - 1): those of the last depth are not run."""
+        return self.topk * max(self.steps - 1, 0)
 
     @classmethod
     def parse(cls, text: "str | SpecShape | None") -> "SpecShape":
@@ -61,7 +72,7 @@ class SpecShape(NamedTuple):
         if self == NO_SPECULATION:
             return
         steps, topk, tokens = self
-        num_drafted = topk + (steps - 1) * topk**2
+        num_drafted = _num_drafted(steps, topk)
         if steps < 1 or topk < 1 or not 2 <= tokens <= MAX_WINDOW:
             raise UserError(
                 f"The speculation shape {self} has a number out of range.",
@@ -83,14 +94,26 @@ class SpecShape(NamedTuple):
                 f"The shape {self} verifies {tokens} tokens, too few to reach its depth of {steps}.",
                 f"Use at least {steps + 1} tokens, or fewer steps.",
             )
-        if topk * max(steps - 1, 0) > MAX_WINDOW:
+        if topk >= MAX_WINDOW:
             raise UserError(
-                f"The shape {self} drafts {topk * (steps - 1)} nodes; a window holds {MAX_WINDOW}.",
-                "Lower steps or topk.",
+                f"The shape {self} drafts {topk} children of a node, and a window has room for "
+                f"{MAX_WINDOW - 1} drafts.",
+                f"Use topk of at most {MAX_WINDOW - 1}.",
+            )
+        if self.num_draft_nodes > MAX_DRAFT_NODES:
+            raise UserError(
+                f"The draft runs topk x (steps - 1) = {self.num_draft_nodes} nodes in the shape {self}, "
+                f"more than {MAX_DRAFT_NODES}.",
+                f"Use at most {1 + MAX_DRAFT_NODES // topk} steps, or a topk of at most "
+                f"{MAX_DRAFT_NODES // (steps - 1)}.",
             )
 
 
 NO_SPECULATION = SpecShape(0, 1, 1)
+
+
+NGRAM_SHAPE = SpecShape(8, 4, 12)
+"""Default of drafts from earlier text."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +177,11 @@ class ShapeTable:
         return max(shape.topk for shape in self.shapes)
 
     @property
+    def num_draft_nodes(self) -> int:
+        """Most nodes that a draft runs in one of the shapes."""
+        return max(shape.num_draft_nodes for shape in self.shapes)
+
+    @property
     def tokens(self) -> int:
         """Largest window of the shapes."""
         return max(shape.tokens for shape in self.shapes)
@@ -174,3 +202,60 @@ def auto_shape(model_type: str, *, drafts_are_expensive: bool = False) -> SpecSh
     if drafts_are_expensive or is_mixture:
         return SpecShape(3, 1, 4)
     return SpecShape(5, 4, 8)
+
+
+def complete_shape(
+    usual: SpecShape, *, steps: int | None = None, topk: int | None = None, tokens: int | None = None
+) -> SpecShape:
+    """Complete a shape that was given in part.
+
+    Args:
+        usual: default shape, whose numbers are taken for the missing ones and changed where they do not fit
+            the given ones. A chain has ``steps + 1`` tokens. A tree has at least so many, 8 doubled until
+            they are enough, and at most what its draft grows.
+
+    Raises:
+        UserError: a number that no shape has.
+    """
+    given = [number for number in (steps, topk, tokens) if number is not None]
+    if any(number < 1 for number in given):
+        raise UserError(
+            "A number of the speculation shape is below 1.", "Give whole numbers, or none for plain decoding."
+        )
+
+    # A chain.
+    is_chain = topk == 1 or (topk is None and usual.topk == 1)
+    if is_chain and None not in (steps, tokens):
+        is_chain = tokens == steps + 1  # type: ignore[operator]
+    if is_chain:
+        if steps is None:
+            steps = usual.steps if tokens is None else tokens - 1
+        return SpecShape.parse(f"{steps},1,{steps + 1}")
+
+    # The depth, at most one less than the tokens.
+    has_steps = steps is not None
+    has_topk = topk is not None
+    depth = usual.steps if steps is None else steps
+    if not has_steps and tokens is not None:
+        depth = min(depth, max(tokens - 1, 1))
+    width = max(usual.topk, TREE_TOPK) if topk is None else topk
+
+    # The tokens, or a draft that grows so many.
+    if tokens is None:
+        tokens = max(usual.tokens, TREE_TOKENS)
+        while tokens <= depth:
+            tokens *= 2
+        tokens = min(tokens, 1 + _num_drafted(depth, width))
+    while 1 + _num_drafted(depth, width) < tokens <= MAX_WINDOW:
+        if not has_topk:
+            width += 1
+        elif not has_steps:
+            depth += 1
+        else:
+            break
+    return SpecShape.parse(f"{depth},{width},{tokens}")
+
+
+def _num_drafted(steps: int, topk: int) -> int:
+    """Nodes that a draft grows below its root."""
+    return topk + (steps - 1) * topk**2

@@ -295,8 +295,15 @@ class Engine:
             raise UserError(
                 f"The shape {shape} speculates, but there is no draft.", "Give a draft, or the shape none."
             )
-        if self.draft is not None and self.runner.drafter is not None:
-            self.runner.drafter.check_shape(self.draft, shape)
+        if self.draft is None or self.runner.drafter is None:
+            return
+        self.runner.drafter.check_shape(self.draft, shape)
+        if shape.num_draft_nodes > self.config.draft_scratch:
+            raise UserError(
+                f"The draft runs {shape.num_draft_nodes} nodes in the shape {shape}, and this engine has "
+                f"memory for {self.config.draft_scratch}.",
+                "Give the shape when the engine is made, or use LLM.engine(shape), which makes a larger one.",
+            )
 
     def check_tokens(self, prompt_ids: Sequence[int]) -> None:
         """Raise UserError for a prompt that can never be served in any shape."""

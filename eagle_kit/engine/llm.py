@@ -23,7 +23,7 @@ from eagle_kit.core.errors import RankLost, UserError, shown
 from eagle_kit.core.output import RequestOutput, ResponseDelta, TokenLogprobs
 from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
+from eagle_kit.core.shape import NGRAM_SHAPE, NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.data.chat.template import has_chat_template, set_chat_template
@@ -79,7 +79,6 @@ from eagle_kit.ops.cpu.memory import keep_large_blocks
 from eagle_kit.ops.device_memory import out_of_memory, reserve_segment
 from eagle_kit.ops.linear import pack_weights
 
-NGRAM_SHAPE = SpecShape(8, 4, 12)
 TOO_LARGE = "Use a GPU with more free memory, quantization=fp8, or several GPUs with tensor_parallel."
 """Remedy where a GPU has too little memory for the weights."""
 FEWER_TOKENS = "Give fewer tokens, or use a GPU with more free memory."
@@ -427,24 +426,29 @@ class LLM:
 
         Args:
             shape: None for those of the options. ``"auto"``, the default where the options name no shape,
-                lets a policy choose, which measures the engine once in its life.
+                lets a policy choose, which measures the engine once in its life. A shape whose draft runs
+                more nodes than any before, and more than 64, makes a new engine with memory for them.
         """
-        engine = self._allocated()
         wanted: ShapeTable | ShapePolicy
         if shape == "auto" or (shape is None and self._options.has_auto_shape):
+            engine = self._allocated()
             with out_of_memory("measuring shapes", NEED_LESS):
                 wanted = self._auto(engine, is_asked=shape == "auto")
         else:
             wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
+            engine = self._allocated(wanted.num_draft_nodes)
         if engine.shapes != wanted:
             engine.use_shape(wanted)
         return engine
 
-    def _allocated(self) -> Engine:
-        """Return the engine in its present shapes; its memory is allocated on first use."""
-        if self._engine is None:
-            with out_of_memory("allocating the engine", NEED_LESS), self._on_all_ranks("make_engine"):
-                self._make_engine()
+    def _allocated(self, num_draft_nodes: int = 0) -> Engine:
+        """Return the engine in its present shapes; its memory is allocated on first use, or anew where the
+        draft's scratch has no room for ``num_draft_nodes``."""
+        is_too_small = self.draft is not None and num_draft_nodes > self.config.draft_scratch
+        if self._engine is None or is_too_small:
+            nodes = max(num_draft_nodes, self.config.draft_scratch)
+            with out_of_memory("allocating the engine", NEED_LESS), self._on_all_ranks("make_engine", nodes):
+                self._make_engine(nodes)
         assert self._engine is not None
         return self._engine
 
@@ -453,8 +457,14 @@ class LLM:
         """The engine, None before it was first used."""
         return self._engine
 
-    def _make_engine(self) -> None:
-        """Allocate the engine's memory."""
+    def _make_engine(self, draft_scratch: int) -> None:
+        """Allocate the engine's memory, with so many scratch rows of the draft for each request."""
+        # A smaller engine gives its memory back, and its pool is planned anew.
+        if self._engine is not None:
+            self._engine = self._policy = None
+            self.config = self._resolved()
+        self.config = self.config.replace(draft_scratch=draft_scratch)
+
         # The batch and the context, where memory decides them, and the pool.
         chooses = self._options.has_auto_shape and self.draft is not None
         place = Place.of(self.target.embed_tokens.weight.device)

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -271,7 +272,8 @@ class Runner:
         # The drafter, with the draft's key-value store.
         self.drafter: Drafter | None = None
         if draft is not None:
-            self.drafter = drafter_class(draft, config)(draft, self.vocab_size, layout)
+            draft_layout = replace(layout, window=config.draft_scratch)
+            self.drafter = drafter_class(draft, config)(draft, self.vocab_size, draft_layout)
 
         # Prompt steps of fixed shapes, and what their graphs hand on: the states that the draft reads, and
         # the first tokens.
@@ -731,7 +733,7 @@ class Runner:
         # Constants of the cycle. Keys after those of the pool: of the window, of the tree while it grows,
         # or of the emitted tokens with what draft-extend appends.
         size = len(batch.inputs.slot_ids)
-        num_grown = 1 + max(shape.steps - 1, 0) * shape.topk
+        num_grown = 1 + shape.num_draft_nodes
         num_extended = shape.steps + 2 + self._num_appended
         num_new = max(shape.tokens, num_grown, num_extended)
         settings = self._settings(size, shape, self._num_columns(requests, num_new), batch.num_logprobs)
@@ -870,7 +872,8 @@ class Runner:
             num_new: columns behind the tokens of a request that the host knows or that are on their way.
         """
         if self.graphs.mode != "off":
-            return self.config.max_pages * self.kv.page_size + self._num_appended
+            num_behind = max(self._num_appended, self.config.draft_scratch - MAX_WINDOW)
+            return self.config.max_pages * self.kv.page_size + num_behind
         num_on_their_way = self.config.lag * (self.steps + 2)
         longest = max((request.num_tokens for request in requests), default=1)
         return round_columns(longest - 1 + num_on_their_way + num_new)
@@ -1052,7 +1055,8 @@ class Runner:
         """
         # Constants and inputs of the cycle.
         num_logprobs = self._most_logprobs if kind.has_logprobs else None
-        settings = self._settings(size, shape, self._num_columns((), MAX_WINDOW), num_logprobs)
+        num_columns = self._num_columns((), max(MAX_WINDOW, 1 + shape.num_draft_nodes))
+        settings = self._settings(size, shape, num_columns, num_logprobs)
         slot_ids = self._tensor([self.slots.dummy] * size)
         sampling = self._sampling.of_level(kind.level, size)
         inputs = CycleInputs(slot_ids, sampling, shard=self._shard_requests([0] * shard_size, size))

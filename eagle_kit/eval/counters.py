@@ -14,7 +14,7 @@ are of the whole server, other clients included.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from eagle_kit.core.errors import UserError, first_line
@@ -32,7 +32,10 @@ CYCLES = "spec_decode_num_cycles"
 VERIFY_CALLS = "spec_verify_calls"
 REQUESTS = "num_requests"
 GAUGE = "spec_accept_length"
-TOKENS = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens")
+PROMPT_TOKENS = "prompt_tokens"
+GENERATION_TOKENS = "generation_tokens"
+TOKENS = (PROMPT_TOKENS, "prompt_tokens_cached", GENERATION_TOKENS)
+KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,55 @@ class Snapshot:
     engine: str = ""
     gauge: float | None = None
     cycles: Mapping[str, float] = field(default_factory=dict)
+
+    def count(self, name: str) -> int:
+        """A counter; 0 where the engine does not have it."""
+        return round(self.counters.get(name, 0.0))
+
+    @property
+    def num_verifies(self) -> int:
+        """Target forwards over drafts; 0 where they are not counted."""
+        return self.count(DRAFTS) or self.count(VERIFY_CALLS)
+
+    def since(self, before: "Snapshot") -> "Snapshot":
+        """What was counted after ``before``; the gauge is this snapshot's.
+
+        Raises:
+            UserError: a counter fell, so that the server was restarted.
+        """
+        return Snapshot(
+            _subtract(self.counters, before.counters),
+            _subtract(self.accepted_at, before.accepted_at),
+            self.engine,
+            self.gauge,
+            _subtract(self.cycles, before.cycles),
+        )
+
+    def plus(self, other: "Snapshot") -> "Snapshot":
+        """The sum of two differences; the gauge is that of ``other``, the later one."""
+        return Snapshot(
+            _add(self.counters, other.counters),
+            _add(self.accepted_at, other.accepted_at),
+            other.engine or self.engine,
+            other.gauge,
+            _add(self.cycles, other.cycles),
+        )
+
+
+def _subtract(after: Mapping[KeyT, float], before: Mapping[KeyT, float]) -> dict[KeyT, float]:
+    differences = {}
+    for key, value in after.items():
+        differences[key] = value - before.get(key, 0.0)
+        if differences[key] < 0:
+            raise UserError(f"The server's counter {key} fell.", "Do not restart the server meanwhile.")
+    return differences
+
+
+def _add(counts: Mapping[KeyT, float], others: Mapping[KeyT, float]) -> dict[KeyT, float]:
+    total = dict(counts)
+    for key, value in others.items():
+        total[key] = total.get(key, 0.0) + value
+    return total
 
 
 def read_samples(text: str) -> "list[Sample]":
@@ -145,31 +197,28 @@ def difference(before: Snapshot, after: Snapshot) -> dict[str, Any]:
         UserError: a counter fell, so that the server was restarted.
     """
 
-    def between(name: str) -> float:
-        value = after.counters.get(name, 0.0) - before.counters.get(name, 0.0)
-        if value < 0:
-            raise UserError(f"The server's counter {name} fell.", "Do not restart the server meanwhile.")
-        return value
+    return figures_of(after.since(before))
 
-    figures: dict[str, Any] = {name: round(between(name)) for name in TOKENS if name in after.counters}
-    drafts = round(between(DRAFTS))
-    drafted = round(between(DRAFTED))
-    accepted = round(between(ACCEPTED))
-    verify_calls = round(between(VERIFY_CALLS))
+
+def figures_of(counted: Snapshot) -> dict[str, Any]:
+    """Figures of the counts between two snapshots, by names for people."""
+    figures: dict[str, Any] = {name: counted.count(name) for name in TOKENS if name in counted.counters}
+    drafts = counted.count(DRAFTS)
+    verify_calls = counted.count(VERIFY_CALLS)
     if drafts:
         # Ours and vLLM's.
+        accepted = counted.count(ACCEPTED)
         figures["verifies"] = drafts
-        figures["draft tokens"] = drafted
+        figures["draft tokens"] = counted.count(DRAFTED)
         figures["accepted tokens"] = accepted
         figures["accept length"] = 1 + accepted / drafts
-        for depth in sorted(after.accepted_at):
-            count = after.accepted_at[depth] - before.accepted_at.get(depth, 0.0)
-            figures[f"accepted at depth {depth + 1}"] = count / drafts
+        for depth in sorted(counted.accepted_at):
+            figures[f"accepted at depth {depth + 1}"] = counted.accepted_at[depth] / drafts
     elif verify_calls:
         # SGLang's. The first token of each response comes from prefill.
-        emitted = figures.get("generation_tokens", 0) - round(between(REQUESTS))
+        emitted = counted.count(GENERATION_TOKENS) - counted.count(REQUESTS)
         figures["verifies"] = verify_calls
         figures["accept length"] = emitted / verify_calls
-    elif after.gauge is not None:
-        figures["accept length of the last interval"] = after.gauge
+    elif counted.gauge is not None:
+        figures["accept length of the last interval"] = counted.gauge
     return figures

@@ -16,6 +16,7 @@ from eagle_kit.data.tasks.sets import EvalPrompt, Task
 from eagle_kit.eval.answers import PLAIN, Answer, AnswerStore, Setting
 from eagle_kit.eval.engines import EvalEngine
 from eagle_kit.eval.identity import compare_outputs
+from eagle_kit.eval.servers.server_round import ServedPrompts, ServerRound
 from eagle_kit.report.stages import TimeLeft, mute, say
 
 WARM_UP_TOKENS = 16
@@ -33,7 +34,10 @@ class PromptBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decodes the prompts of ``tasks`` with all ``runs`` and fills ``store`` with the answers."""
+    """Decodes the prompts of ``tasks`` with all ``runs`` and fills ``store`` with the answers.
+
+    ``servers``, if there are any, decode each batch after all ``runs``.
+    """
 
     tasks: list[Task]
     runs: list[Setting]
@@ -41,23 +45,23 @@ class Decoder:
     batch_size: int
     store: AnswerStore
     show_progress: bool
+    servers: ServerRound | None = None
 
     @property
     def num_pending(self) -> int:
-        """User turns that lack an answer of some setting."""
-        return sum(
-            self.store.get((task.name, prompt.id, turn)) is None
-            for task in self.tasks
-            for prompt in task.prompts
-            for turn in range(len(prompt.turns))
-        )
+        """Answers that are missing, those of all settings to a turn where one is missing."""
+        num_pending = 0
+        for batch in self._batches():
+            num_pending += len(self._pending(batch).prompts) * len(self.runs)
+            num_pending += len(batch.prompts) * self._num_pending_servers(batch)
+        return num_pending
 
     def run(self, engines: Engines) -> None:
         """Decode all prompts that are not done. Ctrl-C says how to go on and is passed on."""
         from tqdm import tqdm
 
         num_runs = len(self.runs)
-        total = self.num_pending * num_runs
+        total = self.num_pending
         bar = tqdm(total=total, unit="answer", dynamic_ncols=True, disable=not self.show_progress)
         try:
             bar.set_description("warm-up")
@@ -65,16 +69,20 @@ class Decoder:
 
             # Decode batch by batch. Another setting goes first each time.
             prints = say if self.show_progress else mute
-            time_left = TimeLeft(total, sample=self.batch_size * num_runs, prints=prints)
+            num_settings = num_runs + (len(self.servers.servers) if self.servers is not None else 0)
+            time_left = TimeLeft(total, sample=self.batch_size * num_settings, prints=prints)
             for number, whole in enumerate(self._batches()):
                 batch = self._pending(whole)
-                if not batch.prompts:
-                    continue
-                bar.set_description(batch.task.name)
-                first = number % num_runs
-                outputs = self._decode(engines, batch, self.runs[first:] + self.runs[:first], bar)
-                self.store.add(self._answers(engines[None], batch, outputs))
-                time_left.count(len(batch.prompts) * num_runs)
+                bar.set_description(whole.task.name)
+                done = bar.n
+                if batch.prompts:
+                    first = number % num_runs
+                    outputs = self._decode(engines, batch, self.runs[first:] + self.runs[:first], bar)
+                    self.store.add(self._answers(engines[None], batch, outputs))
+                if self._num_pending_servers(whole):
+                    self._decode_by_servers(engines[None], whole, number, bar)
+                if bar.n > done:
+                    time_left.count(bar.n - done)
         except KeyboardInterrupt:
             bar.close()
             print(
@@ -99,6 +107,27 @@ class Decoder:
         task, prompts, turn = batch
         pending = [prompt for prompt in prompts if self.store.get((task.name, prompt.id, turn)) is None]
         return batch._replace(prompts=pending)
+
+    def _num_pending_servers(self, batch: PromptBatch) -> int:
+        """Servers that have not decoded a batch."""
+        if self.servers is None:
+            return 0
+        ids = [prompt.id for prompt in batch.prompts]
+        return self.servers.num_pending(0, batch.task.name, batch.turn, ids)
+
+    def _decode_by_servers(self, engine: EvalEngine, batch: PromptBatch, number: int, bar: Any) -> None:
+        """Let every server decode a batch, of which our engine's answers are kept."""
+        assert self.servers is not None
+        prompt_ids = []
+        plain = []
+        for prompt in batch.prompts:
+            responses = [self._plain_response(batch.task, prompt, turn) for turn in range(batch.turn)]
+            prompt_ids.append(engine.tokenize_task(prompt.given(responses)))
+            group = self.store.get((batch.task.name, prompt.id, batch.turn))
+            assert group is not None, "our engine decodes first"
+            plain.append(group[PLAIN])
+        served = ServedPrompts(batch.task.name, batch.turn, batch.prompts, prompt_ids, plain)
+        self.servers.decode(engine, served, self.params, round=0, first=number, on_answers=bar.update)
 
     def _warm_up(self, engines: Engines) -> None:
         """Decode a little with every setting, unmeasured: first calls allocate, compile and fill caches."""

@@ -8,6 +8,7 @@ from eagle_kit.config.eval import AUTO
 from eagle_kit.core.files import write_bytes_atomically
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval.identity import describe
+from eagle_kit.eval.servers.server_rows import server_lines
 from eagle_kit.eval.summary import ALL, find_row
 from eagle_kit.report.environment import machine_title
 from eagle_kit.report.plots import Bars, BarSeries, Colour, Curve, Curves, draw, hue, shade
@@ -34,6 +35,7 @@ def report(summary: dict[str, Any]) -> str:
     if any(row["category"] != ALL and row["draft"] is not None for row in summary["rows"]):
         lines += ["accept length by category", category_table(summary), ""]
     lines += identity_lines(summary)
+    lines += server_lines(summary.get("servers", []))
     lines += [f"{name.replace('_', ' ')}: {path}" for name, path in summary.get("paths", {}).items()]
     return "\n".join(lines)
 
@@ -98,7 +100,10 @@ def plot(summary: dict[str, Any], folder: Path) -> Path | None:
     Raises:
         UserError: matplotlib is missing.
     """
-    settings = [(row["draft"], row["shape"]) for row in summary["rows"] if row["draft"] is not None]
+    settings = []
+    for row in summary["rows"]:
+        if row["draft"] is not None and "engine" not in row:  # servers are in the table alone
+            settings.append((row["draft"], row["shape"]))
     if not settings:
         return None
     colours = _colours(settings)
@@ -187,6 +192,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     """Cells of a row, in the order of :data:`COLUMNS`."""
     is_plain = row["draft"] is None
     same = f"{row['num_different']} differ" if row["num_different"] else "yes"
+    if row.get("num_compared") == 0:
+        same = ""
     return [
         part_label(row["task"]),
         "plain" if is_plain else row["draft"],

@@ -24,6 +24,11 @@ from eagle_kit.eval.answers import (
 from eagle_kit.eval.decoder import Decoder
 from eagle_kit.eval.engines import EvalEngine, MakeEngines, check_prompts, make_engines, open_drafts
 from eagle_kit.eval.report import plot, report
+from eagle_kit.eval.servers.measured_server import MeasuredServer
+from eagle_kit.eval.servers.server_answers import ServerAnswerStore
+from eagle_kit.eval.servers.server_checks import LabelledPrompt
+from eagle_kit.eval.servers.server_round import ServerRound
+from eagle_kit.eval.servers.server_rows import describe_servers, server_rows
 from eagle_kit.eval.summary import summarise
 from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
 from eagle_kit.report.plots import require_matplotlib
@@ -49,6 +54,7 @@ def run_eval(
     quiet: bool = False,
     command: str | None = None,
     engines: MakeEngines | None = None,
+    servers: Sequence[MeasuredServer] = (),
 ) -> dict[str, Any]:
     """Measure drafts on tasks against plain decoding.
 
@@ -63,12 +69,14 @@ def run_eval(
         quiet: no progress bar and no report on the terminal.
         command: kept in the summary; default the process's own command line.
         engines: makes the engines from (target, drafts); default ``LLM``.
+        servers: running servers of the same target, which get the same prompts as token ids.
 
     Returns:
         The summary, see summary.summarise; ``paths`` in it names the files.
 
     Raises:
-        UserError: a bad task or draft, or an ``out`` that holds a run with other options.
+        UserError: a bad task or draft, an ``out`` that holds a run with other options, or a server that
+            has no metrics, another model or too short a context.
     """
     if config.plots:
         require_matplotlib("give --no-plots")
@@ -81,14 +89,22 @@ def run_eval(
         limited = task.limited(config.limit, config.seed)
         tasks.append(limited.given(config.chat_template_kwargs))
     settings = _settings(target, drafts, opened, config, tasks)
+    urls = {server.name: server.url for server in servers}
+    if urls.keys() & drafts.keys():
+        raise UserError("A server has the name of a draft.", "Give each a name of its own with --name.")
+    if urls:
+        settings["servers"] = urls
 
     with sole_writer(Path(out), Path(out) / LOCK):
         # Decode what an earlier run with the same settings has not.
         store = AnswerStore(Path(out), settings, runs)
         params = SamplingParams(max_tokens=config.max_tokens)
         batch_size = config.engine.max_batch_size or DEFAULT_BATCH_SIZE
-        decoder = Decoder(tasks, runs, params, batch_size, store, show_progress=not quiet)
+        round = ServerRound(servers, ServerAnswerStore(Path(out))) if servers else None
+        decoder = Decoder(tasks, runs, params, batch_size, store, show_progress=not quiet, servers=round)
         if decoder.num_pending:
+            for server in servers:
+                _ = server.facts  # refused before the target is loaded
             if engines is None:
                 engines = _default_engines(config.engine, len(runs), quiet)
             given = [opened.get(name, str(draft)) for name, draft in drafts.items()]
@@ -97,6 +113,8 @@ def run_eval(
             check_prompts(plain, tasks)
             if not (quiet or has_chat_template(plain.tokenizer)):
                 print(NO_TEMPLATE)
+            if round is not None:
+                _start_servers(round, target, plain, tasks, config)
             store.start(_about(target, plain, command))
             try:
                 decoder.run(made)
@@ -105,7 +123,21 @@ def run_eval(
 
         # Summarise all answers.
         paths = {name: str(path) for name, path in drafts.items()}
-        return _finish(store, runs, tasks, paths, config.plots, quiet)
+        return _finish(store, runs, tasks, paths, config.plots, quiet, round)
+
+
+def _start_servers(
+    round: ServerRound, target: str | Path, engine: EvalEngine, tasks: Sequence[Task], config: EvalConfig
+) -> None:
+    """Check the servers on every first turn, and warm them up on the first prompts."""
+    prompts = []
+    for task in tasks:
+        for prompt in task.prompts:
+            label = f"The prompt {prompt.id} of {task.name}"
+            prompts.append(LabelledPrompt(label, engine.tokenize_task(prompt.given())))
+    batch_size = config.engine.max_batch_size or DEFAULT_BATCH_SIZE
+    warm_up = [prompt.ids for prompt in prompts[:batch_size]]
+    round.start(target, engine, prompts, warm_up, config.max_tokens)
 
 
 def _settings(
@@ -187,6 +219,7 @@ def _finish(
     drafts: dict[str, str],
     plots: bool,
     quiet: bool,
+    round: ServerRound | None,
 ) -> dict[str, Any]:
     """Write the summary and the plot of all answers; print the report."""
     summary = {
@@ -198,6 +231,13 @@ def _finish(
         **summarise(store.answers, runs, [task.name for task in tasks]),
     }
     paths = {"answers": str(store.folder / ANSWERS_FILE), "summary": str(store.folder / SUMMARY_FILE)}
+    if round is not None:
+        # Servers are rows of the same table.
+        records = round.store.records
+        urls = {server.name: server.url for server in round.servers}
+        summary["rows"] += server_rows(records, list(urls), [task.name for task in tasks])
+        summary["servers"] = describe_servers(records, urls)
+        paths["servers"] = str(round.store.path)
     if plots:
         picture = plot(summary, store.folder)
         if picture is not None:

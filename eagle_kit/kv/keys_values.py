@@ -280,7 +280,7 @@ class _WindowAttend(_StoreAttend):
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k_rows, v_rows = self._stored(layer, k, v)
-        batch, num_nodes = self.plan.ancestors.shape
+        batch, num_nodes = self.plan.ancestors.shape[:2]
         nodes = q.unflatten(0, (batch, -1))[:, -num_nodes:]  # [B, N, Hq, D]
         out = window_attention(nodes, k_rows, v_rows, self.plan, self.kv.variants[layer])
         return out.flatten(0, 1)

@@ -120,7 +120,7 @@ class _WindowAttend(_LatentAttend):
         stored = self.store.rows[layer]
         spec = self.store.spec
         _put(stored, self.rows.tensor, rows)
-        nodes = heads.absorb(q).unflatten(0, self.plan.ancestors.shape)  # [B, N, H, D]
+        nodes = heads.absorb(q).unflatten(0, self.plan.ancestors.shape[:2])  # [B, N, H, D]
         out = mla_window_attention(nodes, stored, self.plan, spec.scale, latent_dim=spec.latent_dim)
         return heads.project(out.flatten(0, 1))
 

@@ -219,7 +219,8 @@ class PagedStore(ABC):
         Args:
             page_table: int64 ``[B, P]``.
             prefix_lens: int64 ``[B]``, number of positions before the window.
-            ancestors: int64 ``[B, N]``, bits of the window keys that each node attends to.
+            ancestors: int64 ``[B, N]``, bits of the window keys that each node attends to; ``[B, N, W]``
+                words of them for more than 64 keys.
             num_keys: number of window keys; the N nodes are the last of them.
             num_columns: upper bound of ``prefix_lens + num_keys``, known to the host.
         """
@@ -277,7 +278,7 @@ class PagedStore(ABC):
             The plan, and the scratch rows of the nodes.
         """
         # The nodes are the last window keys.
-        batch, num_nodes = ancestors.shape
+        batch, num_nodes = ancestors.shape[:2]
         assert num_nodes <= num_keys <= self.window, "a window has no more nodes than its scratch"
         first_row = self.scratch_start + num_keys - num_nodes
         rows = WindowRows(first_row, self.window, batch, num_nodes, self.device)

@@ -5,8 +5,7 @@ from tiny import tiny_target
 
 from eagle_kit import LLM, SamplingParams
 from eagle_kit.autotune.ngram import NgramPolicy
-from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.engine.llm import NGRAM_SHAPE
+from eagle_kit.core.shape import NGRAM_SHAPE, NO_SPECULATION, SpecShape
 
 PLAIN_MS = 10.0
 DRAFTED_MS = 15.0

@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.cli import app, diagnose, evaluate, generate, serve, tune
+from eagle_kit.cli import app, diagnose, evaluate, generate, serve_flags, tune
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.config.engine import EngineConfig, NgramConfig
 from eagle_kit.config.loading.flags import options_of
@@ -59,6 +59,9 @@ ENGINE = {
     "--linear-backend": ("linear_backend", "torch"),
     "--kv-memory": ("kv_memory", 1234567),
     "--kv-dtype": ("kv_dtype", "fp8_e4m3"),
+    "--lag": ("lag", 1),
+    "--batch-sizes": ("batch_sizes", (3,)),
+    "--speculative-verifier": ("verifier", "relaxed"),
     "--state-snapshots": ("state_snapshots", 5),
     "--graph-mode": ("graph_mode", "off"),
     "--nvtx": ("nvtx", True),
@@ -86,6 +89,7 @@ SERVER = {
     "--grace-period": ("grace_period_s", 2.5),
     "--log-stats-interval": ("log_stats_interval_s", 0.5),
     "--profile-dir": ("profile_dir", Path("traces")),
+    "--log-level": ("log_level", "debug"),
 }
 NGRAM = {
     "--speculative-ngram-min-match-window-size": ("min_match_window_size", 2),
@@ -102,7 +106,8 @@ def words_of(table):
     """The flags of a table as a command line has them."""
     words = []
     for flag, (_, value) in table.items():
-        words += [flag] if value is True else [flag, str(value)]
+        values = value if isinstance(value, tuple) else (value,)
+        words += [flag] if value is True else [flag, *map(str, values)]
     return words
 
 
@@ -125,21 +130,21 @@ def test_every_sampling_flag_reaches_the_parameters():
 
 def test_every_flag_of_the_server_reaches_its_options():
     table = {**ENGINE, **LOADING, **RANKS}
-    flags = {**serve.ENGINE_FLAGS, **serve.DRAFT_FLAGS}
-    in_other_tests = {"shape", "sampled_drafts", "prefix_cache"}
+    flags = {**serve_flags.ENGINE_FLAGS, **serve_flags.DRAFT_FLAGS}
+    in_other_tests = {"shape", "sampled_drafts", "prefix_cache", "kv_tokens"}
     assert {name for name, _ in table.values()} == {*flags, "algorithm", "seed"} - in_other_tests
     args = app.parse(["serve", "model", *words_of({**table, **SERVER, **NGRAM})])
-    config = serve.engine_config(args)
+    config = serve_flags.engine_config(args)
     assert found_of(config, table) == fields_of(table)
     assert config.ngram == NgramConfig(**fields_of(NGRAM))
     assert set(fields_of(NGRAM)) == set(NgramConfig.model_fields)
     assert set(fields_of(SERVER)) == set(ServerConfig.model_fields) - {"max_body_bytes", "model_aliases"}
-    assert found_of(options_of(args, ServerConfig, serve.SERVER_FLAGS), SERVER) == fields_of(SERVER)
+    assert found_of(options_of(args, ServerConfig, serve_flags.SERVER_FLAGS), SERVER) == fields_of(SERVER)
 
 
 def test_switches_of_the_server_reach_its_options(capsys):
     def config(*words):
-        return serve.engine_config(app.parse(["serve", "model", *words]))
+        return serve_flags.engine_config(app.parse(["serve", "model", *words]))
 
     # Switches, and values that another flag gives as well.
     usual = config()

@@ -11,7 +11,7 @@ from tiny_mtp import save_target
 from tiny_run import make_target
 
 from eagle_kit.cli import app
-from eagle_kit.cli.serve import check_algorithm
+from eagle_kit.cli.serve_flags import check_algorithm
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.models.loading.loader import load_target

@@ -1,4 +1,4 @@
-"""Options of vLLM and SGLang: who writes one is told what to write here."""
+"""Options of vLLM and SGLang in Python: who writes one is told what to write here."""
 
 import inspect
 import re
@@ -6,31 +6,59 @@ import re
 import pytest
 
 from eagle_kit import LLM
-from eagle_kit.cli import app, serve
 from eagle_kit.config.engine import EngineConfig
-from eagle_kit.config.other_engines import OPTIONS, PYTHON_NAMES
+from eagle_kit.config.other_engines import keyword_remedy, other_flags
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main as train
 
-FLAG = re.compile(r"(?<![\w-])--[a-z-]+")
-PLACEHOLDER = re.compile(r"{(\w+)}")
+KEYWORD = re.compile(r"\b([a-z_]+)=")
+FLAGS = other_flags().flags
+KEYWORDS = sorted({each.name.replace("-", "_") for each in FLAGS if "." not in each.name})
+THEIRS = [name for name in KEYWORDS if name not in {*EngineConfig.model_fields, "model", "draft"}]
+SAMPLE = [name for number, name in enumerate(THEIRS) if number % 40 == 0]
 
 
-def refusal(*flags):
-    with pytest.raises(UserError) as error:
-        app.parse(["serve", "a-target", *flags])
-    return error.value
+def test_every_keyword_of_theirs_has_a_remedy_that_exists():
+    known = {*EngineConfig.model_fields, *inspect.signature(LLM.__init__).parameters}
+    for name in THEIRS:
+        remedy = keyword_remedy(name, EngineConfig.model_fields)
+        assert remedy is not None and remedy.endswith(".") and len(remedy) > 5, name
+        keywords = set(KEYWORD.findall(remedy.replace("EAGLE_KIT_DISABLE=", "")))
+        assert keywords <= known | {"num_speculative_tokens"}, name
+        given = re.match(r"Give (\w+)[.,=]", remedy)
+        assert given is None or given[1] in known, name
 
 
-def test_no_option_of_ours_is_called_one_of_theirs():
-    assert not set(OPTIONS) & set(EngineConfig.model_fields)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_a_keyword_of_theirs_is_refused_with_ours(name):
     with pytest.raises(UserError, match=f"no option {name}") as error:
         LLM("no-such-target", **{name: 1})
-    assert error.value.remedy == OPTIONS[name].format_map(PYTHON_NAMES)
+    assert error.value.remedy == keyword_remedy(name, EngineConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("max_model_len", "Give max_context."),
+        ("context_length", "Give max_context."),
+        ("enforce_eager", "Give graph_mode='off'."),
+        ("disable_radix_cache", "Give prefix_cache=False."),
+        ("no_enable_prefix_caching", "Leave it out: prefixes are cached, unless with prefix_cache=False."),
+        ("disable_overlap_schedule", "Give lag=0."),
+        ("tp_size", "Give tensor_parallel."),
+        ("tp", "Give tensor_parallel."),
+        ("speculative_draft_model_path", "Give draft=DRAFT."),
+        ("num_speculative_tokens", "Give shape, steps,topk,tokens: 4,1,5 drafts"),
+        ("speculative_num_steps", "Give shape, steps,topk,tokens: 4,1,5 drafts"),
+        ("trust_remote_code", "Code in a model's folder is never run"),
+        ("enable_lora", "Adapters are not applied. Merge the adapter"),
+        ("served_model_name", "Leave it out: it is an option of eagle-kit serve."),
+    ],
+)
+def test_what_a_user_of_other_engines_writes(name, remedy):
+    with pytest.raises(UserError, match=f"no option {name}") as error:
+        LLM("no-such-target", **{name: 1})
+    assert error.value.remedy.startswith(remedy)
 
 
 def test_keywords_of_theirs_are_refused_together():
@@ -39,44 +67,10 @@ def test_keywords_of_theirs_are_refused_together():
     assert error.value.remedy == "max_model_len: Give max_context. block_size: Give page_size."
 
 
-def test_the_keywords_that_remedies_name_exist():
-    known = {*EngineConfig.model_fields, *inspect.signature(LLM.__init__).parameters}
-    for placeholder in {each for text in OPTIONS.values() for each in PLACEHOLDER.findall(text)}:
-        keyword = PYTHON_NAMES[placeholder].partition("=")[0]
-        assert placeholder == "call" or keyword in known
-
-
-@pytest.mark.parametrize("name", serve.REMEDIES)
-def test_a_flag_of_theirs_is_one_of_ours_or_refused_with_it(name):
-    flag = f"--{name.replace('_', '-')}"
-    help_of_serve = app.parse(["serve", "a-target"]).parser.format_help()
-    if not re.search(rf"{flag}[\w-]* ", help_of_serve):  # --tp is an abbreviation of ours
-        error = refusal(f"{flag}=1")
-        assert flag in error.cause and error.remedy == serve.REMEDIES[name]
-    for ours in FLAG.findall(serve.REMEDIES[name]):
-        assert f"{ours} " in help_of_serve
-
-
-@pytest.mark.parametrize(
-    ("flags", "remedy"),
-    [
-        (("--max-model-len", "1024"), "Give --max-context."),
-        (("--max_model_len=1024",), "Give --max-context."),
-        (("--mem-fraction-static", "0.7"), "Give --gpu-memory-utilization,"),
-        (("--speculative-config", '{"model": "x"}'), "eagle-kit serve TARGET --draft DRAFT"),
-        (("--speculative-draft-model-path", "x"), "Give --draft."),
-        (("--model", "x"), "eagle-kit serve TARGET"),
-        (("--tensor_parallel_size", "2"), "Write --tensor-parallel-size."),
-        (("--no-such-flag",), "See eagle-kit serve --help."),
-        (
-            ("--max-num-seqs", "4", "--no-such-flag", "--block-size", "16"),
-            "--max-num-seqs: Give --max-running-requests. --block-size: Give --page-size.",
-        ),
-    ],
-)
-def test_what_a_user_of_other_engines_types(flags, remedy):
-    error = refusal(*flags)
-    assert flags[0] in error.cause and remedy in error.remedy
+def test_a_name_of_no_engine_has_the_nearest_option():
+    with pytest.raises(UserError, match="no option max_contex") as error:
+        LLM("no-such-target", max_contex=1024)
+    assert error.value.remedy == "Did you mean max_context?"
 
 
 def test_no_target_is_refused_with_the_call():

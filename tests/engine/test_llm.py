@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.core.shape import NGRAM_SHAPE, NO_SPECULATION, SpecShape
 from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.engine.cycle import CycleSettings
-from eagle_kit.engine.llm import LLM, NGRAM_SHAPE
+from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.options import choose_device, dtype_of
 from eagle_kit.engine.runner import CycleInputs
 
@@ -281,3 +281,43 @@ def test_no_cycle_makes_tensors_on_the_host(options, shape, sampling):
     # The reference of attention looks at lengths on a CPU: once a window, never in a kernel.
     windows = sum(level.depth > 0 for level in getattr(runner.drafter, "_levels", ())) or shape.steps - 1
     assert host.found <= windows + 2
+
+
+def test_a_larger_draft_takes_an_engine_with_more_scratch_and_the_text_stays():
+    """EAGLE-3's tree runs 70 nodes; smaller shapes stay in the larger engine."""
+    llm = make()
+    sizes = []
+    tokens = []
+    for shape in ("none", "5,4,16", "8,10,60", "13,10,60", "3,1,4"):
+        for params in (GREEDY, SAMPLED):
+            tokens.append(
+                [output.token_ids for output in llm.generate([[1, 2, 3], [5]], params, shape=shape)]
+            )
+        engine = llm.engine(shape)
+        drafter = engine.runner.drafter
+        sizes.append(drafter.kv.window)
+        assert engine.runner.kv.window == 64, "the target's scratch holds a window"
+        assert drafter.kv.num_rows == drafter.kv.scratch_start + 4 * drafter.kv.window + 2
+    assert sizes == [64, 64, 70, 120, 120]
+    assert tokens[::2] == tokens[:1] * 5 and tokens[1::2] == tokens[1:2] * 5
+    llm.set_draft(llm.head)
+    assert llm.engine("5,4,16").runner.drafter.kv.window == 64, "another draft begins anew"
+
+
+def test_the_options_name_the_largest_draft():
+    llm = make(shape="5,4,16 2:8,10,60")
+    assert llm.config.draft_scratch == 70
+    small = llm.engine("5,4,16")
+    assert llm.engine("8,10,60") is small, "it has room from the beginning"
+    assert small.runner.drafter.kv.window == 70
+    plan = make(shape="5,4,16")
+    plan.engine()
+    of_draft = 4 * llm.draft.cache.values_per_token  # bytes of a token in fp32
+    assert llm.memory_plan.scratch - plan.memory_plan.scratch == 4 * (70 - 64) * of_draft
+
+
+def test_an_engine_refuses_a_draft_that_its_scratch_cannot_hold():
+    engine = make(shape="5,4,16").engine()
+    with pytest.raises(UserError, match="70 nodes in the shape 8,10,60.* memory for 64") as refused:
+        engine.use_shape(SpecShape(8, 10, 60))
+    assert "LLM.engine" in refused.value.remedy

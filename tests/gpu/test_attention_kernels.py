@@ -11,7 +11,7 @@ import torch
 
 from eagle_kit.ops.attention.mla import mla_window_attention
 from eagle_kit.ops.attention.prefill import PrefillPlan, paged_prefill_attention
-from eagle_kit.ops.attention.variant import ALL_BUT_SIGN, AttentionVariant, Limits, count_bits
+from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, window_attention
 from eagle_kit.ops.tree_build.masks import tree_mask
 from tests.gpu.near import assert_near
@@ -214,11 +214,9 @@ def test_window_attention_of_other_kinds(name, dtype):
     out = window_attention(q, k, v, plan, variant, backend="triton")
     for b, (rows, seen) in enumerate(columns):
         prefix = torch.arange(len(rows) - plan.num_keys, device=DEVICE)
-        bits = plan.ancestors[b][:, None]
-        depth = count_bits(bits) - 1
-        behind = count_bits(((bits >> 1) & ALL_BUT_SIGN) >> torch.arange(plan.num_keys, device=DEVICE))
-        position = case.lens[b] + depth
-        places = torch.cat((prefix.expand(case.nodes, -1), position - behind), 1)
+        num_ancestors = tree_mask(plan.ancestors[b : b + 1], "window", num_keys=plan.num_keys)[0].cumsum(1)
+        position = case.lens[b] + num_ancestors[:, -1:] - 1
+        places = torch.cat((prefix.expand(case.nodes, -1), case.lens[b] + num_ancestors - 1), 1)
         mine = seen & (places >= limits.firsts(position))
         keys, values = (part[:, rows].double() for part in (k, v))
         right = exact(q[b], keys, values, mine, variant.scale, soft_cap, sinks)

@@ -218,7 +218,7 @@ for arch in SHIPPED:
     sizes.fits_64_rows = lambda facts: True
     variants = load_variants("eagle_kit.ops.attention.mla.triton", arch)
     wide = [each for each in variants if each.name.startswith("mla_attention bf16 keys bf16 rows 128 split")]
-    assert len(wide) == 3 and all(each.constants["QUERIES"] == 64 for each in wide)
+    assert len(wide) == 4 and all(each.constants["QUERIES"] == 64 for each in wide)
     print(int(chosen(facts)), int(not any(compile_variant(each, arch).faults for each in wide)))
 """
 

@@ -45,19 +45,19 @@ MAX_TOKENS = 16
 MAX_CONTEXT = 96
 
 SHAPES = {
-    "eagle3": ("1,1,2", "4,1,5", "5,4,16", "6,8,60"),
+    "eagle3": ("1,1,2", "4,1,5", "5,4,16", "10,8,60"),
     "eagle1": ("1,1,2", "4,1,5", "3,2,6", "6,8,60"),
     "p-eagle": ("1,1,2", "5,1,6", "4,3,14", "3,8,40"),
     "dflash": ("1,1,2", "5,1,6", "4,3,14", "3,8,40"),
     "dspark": ("1,1,2", "5,1,6", "4,3,14", "3,8,40"),
-    "one module": ("1,1,2", "3,1,4", "4,4,16", "6,8,60"),
+    "one module": ("1,1,2", "3,1,4", "4,4,16", "10,8,60"),
     "three modules": ("1,1,2", "3,1,4", "3,4,14", "2,8,40"),
     "n-grams": ("1,1,2", "4,1,5", "5,4,16", "8,4,12"),
-    "whole model": ("1,1,2", "4,1,5", "5,4,16", "6,8,60"),
+    "whole model": ("1,1,2", "4,1,5", "5,4,16", "10,8,60"),
     "static tree": (str(StaticDrafter.topology.shape),) * 4,
     "none": ("none",) * 4,
 }
-"""By kind of draft: a single token, a chain, a tree, and a wide tree."""
+"""By kind of draft: a single token, a chain, a tree, and a wide tree; the draft runs 72 nodes in 10,8,60."""
 
 TEXTS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{}],
@@ -303,6 +303,7 @@ class Conformance:
         if graphs == "replayed":  # batches are padded
             options["batch_sizes"] = tuple(sorted({1, 2, batch}))
 
+        options["shape"] = str(shape_of(case))
         config = resolved(batch, MAX_CONTEXT, **options)
         shapes = shapes_of(case)
         longest = max(len(prompt) for prompt in self.plain(case["target"], case["text"]).prompts)

@@ -8,7 +8,7 @@ import argparse
 import difflib
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
@@ -77,11 +77,12 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are :class:`UserError`.
 
     Attributes:
-        remedies: remedies for unknown flags, by the flag's name with underscores.
+        translate: replaces flags of other engines in the words of the command line; None to parse them as
+            they are.
         hint: remedy for other unknown arguments; empty to name the help alone.
     """
 
-    remedies: Mapping[str, str] = {}
+    translate: Callable[[argparse.ArgumentParser, Sequence[str]], list[str]] | None = None
     hint: str = ""
 
     _words: Sequence[str] | None = None
@@ -90,29 +91,38 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; keep the words for :meth:`error`."""
         self._words = list(sys.argv[1:] if args is None else args)
+        asks_for_help = "-h" in self._words or "--help" in self._words
+        if self.translate is not None and not asks_for_help:
+            self._words = self.translate(self, self._words)
         return super().parse_known_args(self._words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError for an error of argparse.
 
-        A flag of another engine is answered with ours. Otherwise the first flag that does not exist is named,
-        since argparse may have taken its value for something else; without one, the message is argparse's.
+        A flag with underscores is answered with ours. Otherwise the first flag that does not exist is named,
+        since argparse may have taken its value for something else. Without one, words that are too many are
+        named, or the message is argparse's.
         """
         parser = self._innermost()
         remedy = f"{parser.hint} See {parser.prog} --help.".strip()
         cause = f"{message[:1].upper()}{message[1:]}."
 
-        # Flags that other engines have.
+        # Flags that are written with underscores.
         if message.startswith(UNRECOGNIZED):
             words = message.removeprefix(UNRECOGNIZED).split()
             remedy_of_flags = parser._remedy(words)
             if remedy_of_flags:
                 raise UserError(cause, remedy_of_flags)
+            if not any(word.startswith("-") for word in words):
+                cause = f"{parser.prog} was given more words than it takes: {' '.join(words)}."
+                raise UserError(cause, remedy)
 
-        # Flags that no engine has.
+        # Flags that do not exist.
         unknown = parser._unknown_flag()
         if unknown is None:
             raise UserError(cause, remedy)
+        if parser.translate is not None:
+            remedy = f"SGLang and vLLM have no such flag either. {remedy}"
         known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
         near = difflib.get_close_matches(unknown, known, n=1)
         if near:
@@ -130,8 +140,6 @@ class Parser(argparse.ArgumentParser):
             with_dashes = f"--{name.replace('_', '-')}"
             if with_dashes in self._option_string_actions:
                 found[flag] = f"Write {with_dashes}."
-            elif name in self.remedies:
-                found[flag] = self.remedies[name]
         if len(found) == 1:
             return next(iter(found.values()))
         return " ".join(f"{flag}: {remedy}" for flag, remedy in found.items())

@@ -1,5 +1,6 @@
 """Checks of attention: windows of nodes and prompt chunks over a paged store, latents, packed texts."""
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -34,6 +35,8 @@ PAGE_SIZE = 4
 SCRATCH_START = 20
 SCRATCH_STRIDE = 7
 NUM_ROWS = SCRATCH_START + 3 * SCRATCH_STRIDE + 1
+NUM_BRANCHES = 3
+"""Nodes of a draft step."""
 
 
 def _prefix_rows(request: int) -> list[int]:
@@ -128,6 +131,73 @@ def latents(dtype: torch.dtype, stored: torch.dtype | None = None) -> float:
 def fp8_latents(dtype: torch.dtype) -> float:
     """The same over a store in e4m3."""
     return latents(dtype, stored=E4M3)
+
+
+def draft_step(dtype: torch.dtype, variant: AttentionVariant = PLAIN) -> float:
+    """The last three of 66 drafted nodes of each request, in three branches; six heads over two."""
+    plan, rows_of_node = _draft_step_plan(dtype)
+    q = normal(dtype, 3, NUM_BRANCHES, 6, 16, seed=2)
+    k = normal(dtype, 2, plan.dummy_row + 1, 16)
+    v = normal(dtype, 2, plan.dummy_row + 1, 16, seed=1)
+    got = window_attention(q, k, v, plan, variant)
+
+    # Each node: the prefix and its branch, one after another.
+    errors = []
+    for (request, node), rows in rows_of_node.items():
+        positions = torch.arange(len(rows))
+        seen = torch.ones(1, len(rows), dtype=torch.bool)
+        keys = k.double()[:, rows].transpose(0, 1)
+        values = v.double()[:, rows].transpose(0, 1)
+        of_node = Positions(positions[-1:], positions)
+        exact = attention(q[request, node : node + 1], keys, values, seen, variant, of_node)
+        errors.append(error_of(got[request, node : node + 1], exact))
+    return largest(*errors)
+
+
+def limited_draft_step(dtype: torch.dtype) -> float:
+    """The same with a sliding window, capped scores and sinks."""
+    return draft_step(dtype, limited_variant(dtype))
+
+
+def draft_step_over_latents(dtype: torch.dtype) -> float:
+    """The same over latents, three heads; the value is the front of the key."""
+    plan, rows_of_node = _draft_step_plan(dtype)
+    rows = normal(dtype, plan.dummy_row + 1, 80)
+    q = normal(dtype, 3, NUM_BRANCHES, 3, 80, seed=1)
+    got = mla_window_attention(q, rows, plan, 0.2, latent_dim=64)
+    errors = []
+    for (request, node), rows_of_keys in rows_of_node.items():
+        keys = rows.double()[rows_of_keys]
+        weights = (q[request, node].double() @ keys.T * 0.2).softmax(-1)
+        errors.append(error_of(got[request, node], weights @ keys[:, :64]))
+    return largest(*errors)
+
+
+def _draft_step_plan(dtype: torch.dtype) -> tuple[WindowPlan, dict[tuple[int, int], torch.Tensor]]:
+    """Plan of a step of a draft of three branches of 22 nodes, and the rows of the store that each node of
+    each request attends to."""
+    depth = 22
+    num_keys = NUM_BRANCHES * depth
+    keys_of_node = [torch.arange(node, num_keys, NUM_BRANCHES) for node in range(NUM_BRANCHES)]
+    words = torch.zeros(NUM_BRANCHES, 2, dtype=torch.int64)
+    for node, keys in enumerate(keys_of_node):
+        for key in keys.tolist():
+            words[node, key // 64] |= torch.tensor(1) << key % 64
+    rows_of_node = {}
+    for request in range(len(PAGES)):
+        start = SCRATCH_START + request * num_keys
+        prefix = torch.tensor(_prefix_rows(request), dtype=torch.int64)
+        for node, keys in enumerate(keys_of_node):
+            rows_of_node[request, node] = torch.cat((prefix, start + keys))
+    plan = replace(
+        _window_plan(dtype, torch.zeros(1, NUM_BRANCHES, dtype=torch.int64)),
+        ancestors=words.expand(len(PAGES), -1, -1).contiguous(),
+        scratch_stride=num_keys,
+        num_keys=num_keys,
+        num_columns=max(PREFIXES) + num_keys,
+        dummy_row=SCRATCH_START + len(PAGES) * num_keys,
+    )
+    return plan, rows_of_node
 
 
 def prompt(dtype: torch.dtype, variant: AttentionVariant = PLAIN) -> float:

@@ -19,7 +19,7 @@ from eagle_kit.ops.draft_inputs import draft_inputs
 from eagle_kit.ops.draft_topk import draft_topk, topk_of_logits
 from eagle_kit.ops.rows import append_rows, gather_rows, write_rows
 from eagle_kit.ops.sampling import make_sampling_batch, position_uniforms, sample, target_probs
-from eagle_kit.ops.tree_build import tree_build
+from eagle_kit.ops.tree_build import grow_beam, start_beam, tree_build
 
 
 def inputs_of_head(dtype: torch.dtype) -> float:
@@ -60,6 +60,23 @@ def tree(dtype: torch.dtype) -> float:
     found = tree_build(torch.tensor([9, 9, 9]), tokens, scores, parents, SpecShape(2, 2, 4))
     got = torch.stack((found.tokens, found.parents, found.depths, found.ancestors), 1)
     return error_of(got, torch.tensor([[[9, 10, 11, 12], [0, 0, 0, 1], [0, 1, 1, 2], [1, 3, 5, 11]]] * 3))
+
+
+def deep_beam(dtype: torch.dtype) -> float:
+    """33 depths of two nodes, whose ancestors take two words. A second child is worth more than a first, so
+    both nodes of a depth are children of the better one above: its keys are 1, 2, 4, 6 and so on."""
+    shape = SpecShape(34, 2, 60)
+    tokens = torch.tensor([[5, 6]] * 3)
+    beam, candidates = start_beam(tokens, torch.tensor([[-9.0, -0.5]] * 3, dtype=dtype), shape)
+    next_scores = torch.tensor([[-3.0, -0.5]] * 6, dtype=dtype)
+    for step in range(1, 33):
+        beam = grow_beam(beam, candidates, tokens.repeat(2, 1), next_scores, step)
+    bits = (beam.ancestors[..., None] >> torch.arange(64)) & 1  # [B, K, W, 64]
+    expected = torch.zeros(3, 2, 128, dtype=torch.int64)
+    expected[:, :, [1, *range(2, 64, 2)]] = 1
+    expected[:, [0, 1], [64, 65]] = 1
+    scores = torch.tensor([[-16.5, -19.0]] * 3)
+    return largest(error_of(bits.flatten(2), expected), error_of(beam.scores, scores))
 
 
 def best_first_tree(dtype: torch.dtype) -> float:

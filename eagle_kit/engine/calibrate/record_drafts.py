@@ -13,7 +13,7 @@ from eagle_kit.autotune.acceptance import DraftRecording, Drafts, ReadyCandidate
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.drafts.base.autoregressive import AutoregressiveDrafter
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
@@ -64,6 +64,7 @@ def record_drafts(
         batch_sizes=tuple(sorted({min(size, batch_size) for size in config.batch_sizes})),
         kv_memory=None,
         kv_tokens=num_padded * num_tokens,
+        draft_scratch=max(MAX_WINDOW, shape.num_draft_nodes),
     )
     engine = Engine(target, draft, config)
     drafter = engine.runner.drafter

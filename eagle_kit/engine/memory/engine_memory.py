@@ -218,7 +218,7 @@ def plan_memory(
     width = (KV_DTYPES[config.kv_dtype] or weight.dtype).itemsize
     of_draft = 0 if draft is None else draft.cache.values_per_token * width
     of_target = model.cache.values_per_token * width
-    scratch = (of_target * config.shard_batch_size + of_draft * batch) * MAX_WINDOW
+    scratch = of_target * config.shard_batch_size * MAX_WINDOW + of_draft * batch * config.draft_scratch
     per_token = of_target // config.num_shards + of_draft
 
     # States that the draft reads later, tables of sampling, and masks of grammars.

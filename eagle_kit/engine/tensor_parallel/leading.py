@@ -234,7 +234,7 @@ class Follower:
         self,
         target: Target,
         current_engine: Callable[[], Engine | None],
-        make_engine: Callable[[], None],
+        make_engine: Callable[[int], None],
         set_draft: Callable[[Any, str, str | Path | None], None],
     ) -> None:
         self._target = target
@@ -280,9 +280,9 @@ class Follower:
         """Use another draft from now on."""
         self._set_draft(draft, algorithm, token_map)
 
-    def make_engine(self) -> None:
-        """Allocate the engine."""
-        self._make_engine()
+    def make_engine(self, draft_scratch: int) -> None:
+        """Allocate the engine, with so many scratch rows of the draft for each request."""
+        self._make_engine(draft_scratch)
 
     def warm_up(self, extent: WarmUpExtent) -> None:
         """See :func:`~eagle_kit.engine.graphs.warm_up.warm_up`."""

@@ -27,18 +27,6 @@ def tanh(x):
 
 
 @triton.jit
-def count_bits(bits):
-    """Number of set bits of int64 words."""
-    bits = bits - ((bits >> 1) & 0x5555555555555555)
-    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
-    bits += bits >> 8
-    bits += bits >> 16
-    bits += bits >> 32
-    return (bits & 0x7F).to(tl.int32)
-
-
-@triton.jit
 def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """First position that a query at ``position`` attends to, see :class:`~.variant.Limits`."""
     first = position * 0

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-ALL_BUT_SIGN = 0x7FFFFFFFFFFFFFFF
-
 
 class Limits(NamedTuple):
     """Positions that a query may attend to, 0 where there is no limit.
@@ -90,40 +88,48 @@ def as_variant(variant: AttentionVariant | float) -> AttentionVariant:
     return variant if isinstance(variant, AttentionVariant) else AttentionVariant(variant)
 
 
-def count_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Number of set bits of int64 words."""
-    bits = bits - ((bits >> 1) & 0x5555555555555555)
-    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return (bits * 0x0101010101010101) >> 56
+def key_bits(words: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Which window keys are ancestors of nodes, or the nodes themselves.
+
+    Args:
+        words: int64 ``[B, N, W]``, see :class:`~eagle_kit.ops.attention.window.WindowPlan`.
+        key: int64 ``[B, C]``, numbers of window keys, 0 to 64 W - 1.
+
+    Returns:
+        bool ``[B, N, C]``.
+    """
+    if words.shape[2] == 1:
+        return (words >> key[:, None]) & 1 == 1
+    word = words.gather(2, (key // 64)[:, None].expand(-1, words.shape[1], -1))
+    return (word >> (key % 64)[:, None]) & 1 == 1
 
 
 def seen_within(
-    limits: Limits, prefix_lens: torch.Tensor, ancestors: torch.Tensor, num_keys: int, columns: torch.Tensor
+    limits: Limits, prefix_lens: torch.Tensor, words: torch.Tensor, num_keys: int, columns: torch.Tensor
 ) -> torch.Tensor:
     """Which keys are within the limits of the nodes of windows.
 
-    A node's position is the prefix's length plus the number of its ancestors. The position of its ancestor j
-    is counted back from there: the ancestors behind j are the set bits above bit j, up to the node's own.
-    Keys behind the node's own (of a block that attends both ways) are within every limit.
+    The position of an ancestor is the prefix's length plus the number of ancestors before it. Keys behind a
+    node's own (of a block that attends both ways) count on from there, so they are within every limit.
 
     Args:
         prefix_lens: int64 ``[B]``.
-        ancestors: int64 ``[B, N]``, see :class:`~eagle_kit.ops.attention.window.WindowPlan`.
+        words: int64 ``[B, N, W]``, see :class:`~eagle_kit.ops.attention.window.WindowPlan`.
         num_keys: M; the nodes are the last N of the window's keys.
         columns: int64 ``[C]``; column c is position c of a prefix, the first key of a window lies behind it.
 
     Returns:
         bool ``[B, N, C]``; of no meaning where a key is no ancestor.
     """
-    # Positions of the nodes.
-    nodes = ancestors.shape[1]
-    own_key = torch.arange(num_keys - nodes, num_keys, device=ancestors.device)
-    before = ancestors & ((torch.ones_like(own_key) << own_key << 1) - 1)
-    position = prefix_lens[:, None] + count_bits(before) - 1
+    # Positions of all window keys, as each node counts them, and of the nodes.
+    batch, nodes, _ = words.shape
+    all_keys = torch.arange(num_keys, device=words.device).expand(batch, -1)
+    window_positions = prefix_lens[:, None, None] - 1 + key_bits(words, all_keys).cumsum(2)  # [B, N, M]
+    own_key = all_keys[:, num_keys - nodes :, None]
+    position = window_positions.gather(2, own_key)  # [B, N, 1]
 
-    # Positions of the keys, as each node counts them.
+    # Positions of the columns.
     key = columns - prefix_lens[:, None]
-    behind = ((before >> 1) & ALL_BUT_SIGN)[:, :, None] >> key.clamp(0, 63)[:, None]
-    key_position = torch.where((key < 0)[:, None], columns, position[:, :, None] - count_bits(behind))
-    return key_position >= limits.firsts(position)[:, :, None]
+    window_column = key.clamp(0, num_keys - 1)[:, None].expand(-1, nodes, -1)
+    column_position = torch.where((key < 0)[:, None], columns, window_positions.gather(2, window_column))
+    return column_position >= limits.firsts(position)

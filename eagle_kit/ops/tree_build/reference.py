@@ -5,8 +5,9 @@ beam, drafts K children of each, and the K best of these K^2 are the next beam. 
 log-probability of the path to it: the sum of the draft's log-probabilities. Reranking (section 4.2,
 :func:`tree_build`): of all candidates of all depths the N - 1 of the highest value are verified.
 
-Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates. A candidate's
-index is its place in the order of drafting: 0..K-1 at depth 1, then K^2 at every further depth.
+Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates, W words of
+ancestor bits. A candidate's index is its place in the order of drafting: 0..K-1 at depth 1, then K^2 at every
+further depth.
 """
 
 from typing import NamedTuple
@@ -42,8 +43,9 @@ class Beam(NamedTuple):
         ids: ``[B, K]``, their candidate indices.
         rows: ``[B * K]``, row of each node's features: in the output of the last step, or in the first beam
             in the draft state, one row a request.
-        ancestors: ``[B, K]``, bits over the scratch window of all beams so far: ancestors, and the node
-            itself. Nodes of the last depth may have no bit of their own, because they are not run.
+        ancestors: ``[B, K, W]``, bits over the scratch window of all beams so far: ancestors, and the node
+            itself; key j is bit j % 64 of word j // 64. W words hold the K (S - 1) nodes that are run. Nodes
+            of the last depth may have no bit of their own, because they are not run.
     """
 
     tokens: torch.Tensor
@@ -72,6 +74,18 @@ def num_candidates(shape: SpecShape) -> int:
     return shape.topk + (shape.steps - 1) * shape.topk**2
 
 
+def num_words(shape: SpecShape) -> int:
+    """Number of words W of ancestor bits of the nodes that a draft runs."""
+    return max(1, -(-shape.num_draft_nodes // 64))
+
+
+def key_words(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Words with one bit each: ``keys`` int64 ``[K]`` -> int64 ``[K, count]``. A key behind the last word has
+    none: nodes of the last depth are not run."""
+    word = torch.arange(count, device=keys.device)
+    return torch.where((keys // 64)[:, None] == word, (torch.ones_like(keys) << keys % 64)[:, None], 0)
+
+
 def top_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices ``[B, count]`` of the largest ``scores [B, n]``, best first, equal ones in the order of their
     index; NaN is the smallest, like -inf."""
@@ -98,9 +112,10 @@ def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> 
     candidates.parents[:, :topk].fill_(-1)
 
     # All of depth 1 are the first beam. Node k is key k of the scratch, and attends to itself.
-    ids = torch.arange(topk, device=device).expand(b, topk)
+    keys = torch.arange(topk, device=device)
     rows = torch.arange(b, device=device).repeat_interleave(topk)
-    return Beam(tokens, scores, ids, rows, torch.ones_like(ids) << ids), candidates
+    ancestors = key_words(keys, num_words(shape)).expand(b, -1, -1)
+    return Beam(tokens, scores, keys.expand(b, topk), rows, ancestors), candidates
 
 
 def grow_beam(
@@ -133,16 +148,17 @@ def grow_beam(
     parent = best // topk  # [B, K], indices in the beam
 
     # Node k of the next beam is key ``step * K + k`` of the scratch. It attends to its parent's ancestors and
-    # to itself. Nodes of the last depth are not run, so keys from 64 on need no bit.
-    key = step * topk + torch.arange(topk, device=best.device)
-    node_bit = torch.where(key < 64, torch.ones_like(key) << key.clamp(max=63), 0)
+    # to itself.
+    count = beam.ancestors.shape[2]
+    of_parent = beam.ancestors.gather(1, parent[:, :, None].expand(-1, -1, count))
+    own = key_words(step * topk + torch.arange(topk, device=best.device), count)
     first_row = torch.arange(b, device=best.device)[:, None] * topk
     return Beam(
         tokens=tokens.gather(1, best),
         scores=scores.gather(1, best),
         ids=first + best,
         rows=(first_row + parent).view(-1),
-        ancestors=beam.ancestors.gather(1, parent) | node_bit,
+        ancestors=of_parent | own,
     )
 
 

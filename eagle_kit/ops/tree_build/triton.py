@@ -16,8 +16,8 @@ candidate, and its ancestors are joined by pointer doubling again.
 Bytes: 40 n per request at most, all in cache: launch and latency are the cost. After EAGLE-2 (arXiv
 2406.16858).
 
-Legend: B requests, S steps, K top-k, N nodes with the root, n candidates. In kernels: ``b`` a request, ``i``
-and ``j`` candidates.
+Legend: B requests, S steps, K top-k, N nodes with the root, n candidates, W words of bits.
+In kernels: ``b`` a request, ``i`` and ``j`` candidates.
 """
 
 import torch
@@ -26,7 +26,7 @@ import triton.language as tl
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.ops.custom_operator import custom_operator
-from eagle_kit.ops.tree_build.reference import Beam, Candidates, Tree, num_candidates
+from eagle_kit.ops.tree_build.reference import Beam, Candidates, Tree, num_candidates, num_words
 
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
@@ -42,7 +42,7 @@ def _ordered(score):
 
 @triton.jit(do_not_specialize=["n"])
 def _start_beam(tokens, scores, all_tokens, all_scores, all_parents, ids, rows, ancestors, n,
-                TOPK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                TOPK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Record the candidates of depth 1 of one request, which are its first beam. Grid ``(B,)``."""
     b = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK).to(tl.int64)
@@ -53,7 +53,9 @@ def _start_beam(tokens, scores, all_tokens, all_scores, all_parents, ids, rows, 
     tl.store(all_parents + b * n + k, tl.full([BLOCK], -1, tl.int64), inside)
     tl.store(ids + beam_at, k, inside)
     tl.store(rows + beam_at, tl.zeros_like(k) + b, inside)
-    tl.store(ancestors + beam_at, tl.full([BLOCK], 1, tl.int64) << k, inside)
+    tl.store(ancestors + beam_at * WORDS, tl.full([BLOCK], 1, tl.int64) << k, inside)  # K is below 64
+    for w in tl.static_range(1, WORDS):
+        tl.store(ancestors + beam_at * WORDS + w, tl.zeros_like(k), inside)
 
 
 @triton.jit
@@ -67,7 +69,7 @@ def _child_scores(scores, next_scores, b, i, TOPK: tl.constexpr):
 @triton.jit(do_not_specialize=["step", "n"])
 def _grow_beam(tokens, scores, ids, ancestors, next_tokens, next_scores, all_tokens, all_scores, all_parents,
                new_tokens, new_scores, new_ids, new_rows, new_ancestors, step, n, TOPK: tl.constexpr,
-               BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+               WORDS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Record the children of a beam of one request, and keep the best as the next beam. Grid ``(B,)``."""
     # Record the children.
     b = tl.program_id(0).to(tl.int64)
@@ -98,9 +100,13 @@ def _grow_beam(tokens, scores, ids, ancestors, next_tokens, next_scores, all_tok
     tl.store(new_scores + beam_at, score, in_beam)
     tl.store(new_ids + beam_at, (first + i).to(tl.int64), in_beam)
     tl.store(new_rows + beam_at, parent, in_beam)
+
+    # Ancestors: those of the parent, and the node itself. A node of the last depth may lie behind all words.
     own_key = (step * TOPK + rank).to(tl.int64)
-    bit = tl.where(own_key < 64, tl.full([BLOCK], 1, tl.int64) << tl.minimum(own_key, 63), 0)
-    tl.store(new_ancestors + beam_at, tl.load(ancestors + parent, inside, 0) | bit, in_beam)
+    bit = tl.full([BLOCK], 1, tl.int64) << own_key % 64
+    for w in tl.static_range(WORDS):
+        word = tl.load(ancestors + parent * WORDS + w, inside, 0) | tl.where(own_key // 64 == w, bit, 0)
+        tl.store(new_ancestors + beam_at * WORDS + w, word, in_beam)
 
 
 @triton.jit(do_not_specialize=["n", "nodes"])
@@ -182,8 +188,8 @@ def _beam_options(topk: int) -> dict[str, int]:
 
 
 def _num_warps(block: int) -> int:
-    """Warps at four candidates per thread, so that a small tree needs no barrier between warps; the largest
-    keeps its 4,096 in registers at eight per thread but not at 16."""
+    """Warps at four candidates per thread, so that a small tree needs no barrier between warps; 4,096 stay in
+    registers at eight per thread but not at 16. Larger trees, with K from 46 on, spill some."""
     return min(16, max(1, block // 128))
 
 
@@ -196,42 +202,43 @@ def _empty_window(roots: torch.Tensor, nodes: int) -> Window:
     return tokens, parents, depths, ancestors
 
 
-def _empty_record_and_beam(tokens: torch.Tensor, scores: torch.Tensor, n: int) -> list[torch.Tensor]:
+def _empty_record_and_beam(
+    tokens: torch.Tensor, scores: torch.Tensor, n: int, words: int
+) -> list[torch.Tensor]:
     """Uninitialised fields of :class:`Candidates`; then ids, rows and ancestors of a :class:`Beam`."""
     b, topk = tokens.shape
     record = [tokens.new_empty(b, n), scores.new_empty(b, n), tokens.new_empty(b, n)]
-    return [*record, torch.empty_like(tokens), tokens.new_empty(b * topk), torch.empty_like(tokens)]
+    ancestors = tokens.new_empty(b, topk, words)
+    return [*record, torch.empty_like(tokens), tokens.new_empty(b * topk), ancestors]
 
 
 @custom_operator("eagle_kit::start_beam")
-def _start(tokens: torch.Tensor, scores: torch.Tensor, n: int) -> list[torch.Tensor]:
-    out = _empty_record_and_beam(tokens, scores, n)
+def _start(tokens: torch.Tensor, scores: torch.Tensor, n: int, words: int) -> list[torch.Tensor]:
+    out = _empty_record_and_beam(tokens, scores, n, words)
     b, topk = tokens.shape
     if b:
-        _start_beam[(b,)](
-            tokens, scores, *out, n, TOPK=topk, BLOCK=triton.next_power_of_2(topk), num_warps=1
-        )  # fmt: skip
+        block = triton.next_power_of_2(topk)
+        _start_beam[(b,)](tokens, scores, *out, n, TOPK=topk, WORDS=words, BLOCK=block, num_warps=1)
     return out
 
 
 @_start.register_fake
-def _(tokens, scores, n):
-    return _empty_record_and_beam(tokens, scores, n)
+def _(tokens, scores, n, words):
+    return _empty_record_and_beam(tokens, scores, n, words)
 
 
 def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> tuple[Beam, Candidates]:
     """First beam from ``tokens`` int64, ``scores`` fp32 ``[B, K]``, both contiguous."""
-    *record, ids, rows, ancestors = _start(tokens, scores, num_candidates(shape))
+    *record, ids, rows, ancestors = _start(tokens, scores, num_candidates(shape), num_words(shape))
     return Beam(tokens, scores, ids, rows, ancestors), Candidates(*record)
 
 
-def _empty_beam(tokens: torch.Tensor, scores: torch.Tensor) -> list[torch.Tensor]:
-    """Uninitialised fields of a :class:`Beam`."""
+def _empty_beam(tokens: torch.Tensor, scores: torch.Tensor, ancestors: torch.Tensor) -> list[torch.Tensor]:
+    """Uninitialised fields of a :class:`Beam`, each like that of the beam before."""
     b, topk = tokens.shape
     ids = torch.empty_like(tokens)
     rows = tokens.new_empty(b * topk)
-    ancestors = torch.empty_like(tokens)
-    return [torch.empty_like(tokens), torch.empty_like(scores), ids, rows, ancestors]
+    return [torch.empty_like(tokens), torch.empty_like(scores), ids, rows, torch.empty_like(ancestors)]
 
 
 @custom_operator("eagle_kit::grow_beam", mutates_args=("all_tokens", "all_scores", "all_parents"))
@@ -247,19 +254,19 @@ def _grow(
     all_parents: torch.Tensor,
     step: int,
 ) -> list[torch.Tensor]:
-    out = _empty_beam(tokens, scores)
+    out = _empty_beam(tokens, scores, ancestors)
     b, topk = tokens.shape
     if b:
         _grow_beam[(b,)](
             tokens, scores, ids, ancestors, next_tokens, next_scores, all_tokens, all_scores, all_parents,
-            *out, step, all_tokens.shape[1], TOPK=topk, **_beam_options(topk),
+            *out, step, all_tokens.shape[1], TOPK=topk, WORDS=ancestors.shape[2], **_beam_options(topk),
         )  # fmt: skip
     return out
 
 
 @_grow.register_fake
 def _(tokens, scores, ids, ancestors, next_tokens, next_scores, all_tokens, all_scores, all_parents, step):
-    return _empty_beam(tokens, scores)
+    return _empty_beam(tokens, scores, ancestors)
 
 
 def grow_beam(

@@ -64,6 +64,7 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
     from eagle_kit.server.api.connection import connection_class, connection_limits
 
     service = app.state.service
+    log_level = service.config.log_level
     limits = connection_limits(service.engine.capacity)
     grace_s = service.config.grace_period_s
 
@@ -109,7 +110,9 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
         # uvicorn's default lets every program on this machine choose its address.
         proxy_headers=service.config.forwarded_allow_ips is not None,
         forwarded_allow_ips=service.config.forwarded_allow_ips,
-        log_level="error",  # a warning is a line for each request that is no HTTP
+        log_level="error"
+        if log_level == "warning"
+        else log_level,  # it warns of each request that is no HTTP
         access_log=False,
         lifespan="on",
     )

@@ -38,6 +38,10 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         ("bf16", "bf16", 2, 32, True, "merged"),
         ("bf16", "bf16", 2, 128, True, "merged"),
         ("bf16", "bf16", 2, 128, True, "in pages"),
+        # Steps of a draft of more than 64 nodes.
+        ("bf16", "bf16", 2, 32, True, "two words"),
+        ("bf16", "bf16", 2, 128, True, "two words"),
+        ("bf16", "fp8e4nv", 1, 128, True, "two words"),
         # fp16, and an fp8 store.
         ("fp16", "fp16", 2, 128, True),
         ("bf16", "fp8e4nv", 1, 16, True),
@@ -61,6 +65,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
             "PRECISION": "ieee",
             "MERGED": "merged" in words,
             "MAX_SPLITS": MAX_SPLITS,
+            "WORDS": 2 if "two words" in words else 1,
             "PDL": facts.starts_early,
         }
         made.append(

@@ -14,7 +14,7 @@ from kernel_lab.variant import Variant
 
 
 def variants() -> list[Variant]:
-    """Kernels to compile ahead of time: the default tree, a wide one, and the largest that is allowed."""
+    """Kernels to compile ahead of time: the default tree, wide ones, and the largest that is allowed."""
     floats = ("scores", "next_scores", "new_scores", "all_scores")
     integers = ("n", "nodes", "step", "steps")
 
@@ -27,19 +27,19 @@ def variants() -> list[Variant]:
         return Variant(name, kernel, types, constants, num_warps=num_warps, narrow=narrow)
 
     found = [variant("chain_build", _chain_build, {"BLOCK": 8}, 1)]
-    # Beams: the default width, a wide one, the widest.
-    for topk in (4, 10, 16):
+    # Beams: the default width, a wide one, the widest; those of drafts of more than 64 nodes.
+    for topk, words in ((4, 1), (10, 1), (16, 1), (10, 2), (16, 2)):
         block = triton.next_power_of_2(topk)
-        found.append(variant(f"start_beam K{topk}", _start_beam, {"TOPK": topk, "BLOCK": block}, 1))
+        constants = {"TOPK": topk, "WORDS": words}
+        name = f"K{topk}" + (" two words" if words == 2 else "")
+        found.append(variant(f"start_beam {name}", _start_beam, {**constants, "BLOCK": block}, 1))
         options = _beam_options(topk)
         warps = options.pop("num_warps")
         found.append(
-            variant(
-                f"grow_beam K{topk}", _grow_beam, {"TOPK": topk, **options}, warps, "a few hundred scores"
-            )
+            variant(f"grow_beam {name}", _grow_beam, {**constants, **options}, warps, "a few hundred scores")
         )
-    # Trees: the default, a wide one, the largest.
-    for steps, topk in ((5, 4), (6, 10), (16, 16)):
+    # Trees: the default, a wide one, EAGLE-3's, the largest.
+    for steps, topk in ((5, 4), (6, 10), (8, 10), (16, 16)):
         block = triton.next_power_of_2(topk + (steps - 1) * topk**2)
         constants = {"TOPK": topk, "ROUNDS": (steps - 1).bit_length(), "BLOCK": block}
         found.append(variant(f"tree_build S{steps} K{topk}", _tree_build, constants, _num_warps(block)))

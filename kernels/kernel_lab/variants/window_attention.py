@@ -69,7 +69,7 @@ def _variant(
             **{"MIN_BLOCKS": MIN_KEYS // blocks.n, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n},
             "BLOCK_D": block_d(size),
             **{"WINDOW": 0, "CHUNK": 0, "CAPPED": False, "SINKS": False},
-            **{"MERGED": merged, "BLOCK_S": parts, "PDL": facts.starts_early},
+            **{"MERGED": merged, "BLOCK_S": parts, "WORDS": 1, "PDL": facts.starts_early},
             **variant,
         },
         num_warps=blocks.num_warps,
@@ -84,7 +84,7 @@ def _variant(
 
 def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: decoding and windows of 8, 16 and 32 nodes of Llama 3 8B; other head
-    sizes, pages and stores; gpt-oss's, Gemma 2's and Llama 4's layers."""
+    sizes, pages and stores; gpt-oss's, Gemma 2's and Llama 4's layers; draft steps of more than 64 nodes."""
     # The merge of runs that the attention kernel does not merge itself.
     merging = Variant(
         "window_attention merge bf16 D128 G4",
@@ -118,4 +118,10 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         _variant("bf16", 256, 2, 8, 16, "bf16", True, facts, WINDOW=4096, CAPPED=True),
         _variant("bf16", 128, 5, 16, 16, "bf16", True, facts, CHUNK=8192),
         _variant("bf16", 128, 5, 1, 16, "bf16", True, facts, CHUNK=8192),
+        # Steps of 10 nodes of a draft of more than 64.
+        _variant("bf16", 128, 4, 10, 16, "bf16", True, facts, WORDS=2),
+        _variant("bf16", 128, 4, 10, 16, "fp8e4nv", True, facts, WORDS=2),
+        _variant("fp32", 64, 3, 10, 16, "fp32", True, facts, WORDS=2),
+        _variant("bf16", 64, 8, 10, 16, "bf16", True, facts, WORDS=2, WINDOW=128, SINKS=True),
+        _variant("bf16", 128, 5, 10, 16, "bf16", True, facts, WORDS=2, CHUNK=8192),
     ]

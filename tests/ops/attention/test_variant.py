@@ -6,7 +6,7 @@ import torch
 from eagle_kit.ops.attention.packed import packed_attention
 from eagle_kit.ops.attention.prefill import PrefillPlan, paged_prefill_attention, prefill_attention
 from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
-from eagle_kit.ops.attention.variant import AttentionVariant, Limits, count_bits
+from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, window_attention
 from eagle_kit.ops.tree_build.masks import tree_mask
 
@@ -82,7 +82,7 @@ def test_windows(triton_device, backend, name, form):
         last = max(0, node - 3) if form == "trees" else node - 1
         parents[:, node] = torch.randint(last, node, (count,), generator=generator)
     bits = ancestor_bits(parents, keys)
-    depths = count_bits(bits) - 1
+    depths = tree_mask(bits, "window").sum(-1) - 1
     if form == "block":
         bits[:, keys - nodes :] = (1 << keys) - 1
     k, v = normal(2, KV_HEADS, start + count * 16 + 1, SIZE)

@@ -497,7 +497,8 @@ ROWS = torch.tensor([0, 2, 1])
 STORE = torch.zeros(2, 9, 24)
 ONE = torch.ones(1, dtype=torch.int64)
 QUERIES = drawn(2, 6, 24)
-BITS = torch.ones(1, 2, dtype=torch.int64)
+NODES = torch.zeros(1, 1, dtype=torch.int64)
+BITS = torch.ones(1, 2, 1, dtype=torch.int64)
 BORDERS = torch.tensor([0, 2])
 TABLES = ONE[None]
 START = ONE - 1
@@ -509,12 +510,13 @@ def stored(ops, k_rows=STORE, v_rows=STORE, rows=ROWS, norms=(None, None), table
 
 
 def committed(ops, table=TABLES, first=ONE, counts=ONE):
-    return ops.commit_rows(STORE, table, 4, BITS[:, :1] - 1, first, counts, 8, 1)
+    return ops.commit_rows(STORE, table, 4, NODES, first, counts, 8, 1)
 
 
-def attended(ops, q=QUERIES, v=STORE, table=TABLES, lens=ONE, keys=2):
+def attended(ops, q=QUERIES, v=STORE, table=TABLES, lens=ONE, keys=2, words=1):
     sizes = [4, 0, 5, 2, keys, 0, 0]
-    return ops.window_attention(q, STORE, v, table, lens, BITS, sizes, 0.2, 0.0, None)
+    bits = BITS.repeat(1, 1, words)
+    return ops.window_attention(q, STORE, v, table, lens, bits, sizes, 0.2, 0.0, None)
 
 
 def prompted(ops, q=QUERIES, table=TABLES, borders=BORDERS):
@@ -551,6 +553,7 @@ def prompted(ops, q=QUERIES, table=TABLES, borders=BORDERS):
         (lambda ops: attended(ops, table=TABLES.repeat(2, 1)), "does not fit its plan"),
         (lambda ops: attended(ops, keys=1), "does not fit its plan"),
         (lambda ops: attended(ops, keys=65), "does not fit its plan"),
+        (lambda ops: attended(ops, keys=129, words=3), "does not fit its plan"),
         (lambda ops: attended(ops, q=drawn(3, 6, 24)), "does not fit its plan"),
         (lambda ops: attended(ops, q=drawn(2, 5, 24)), "do not fit"),
         (lambda ops: attended(ops, q=drawn(2, 6, 16)), "do not fit"),

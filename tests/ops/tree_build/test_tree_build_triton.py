@@ -95,10 +95,13 @@ def by_hand(shape, batch, drafted):
     return beams, records
 
 
-def word(bits):
-    """Set of bits as int64; those above bit 63 are lost."""
-    value = sum(1 << bit for bit in bits if bit < 64)
-    return value - (1 << 64) if value >> 63 else value
+def words(bits, count=1):
+    """Set of bits as ``count`` words of int64; those behind the last word are lost."""
+    found = []
+    for first in range(0, 64 * count, 64):
+        value = sum(1 << bit - first for bit in bits if first <= bit < first + 64)
+        found.append(value - (1 << 64) if value >> 63 else value)
+    return found
 
 
 def run(shape, drafted, form):
@@ -119,7 +122,8 @@ def assert_grown(beams, candidates, expected, records):
         torch.testing.assert_close(beam.scores.cpu(), scores, rtol=0, atol=0, equal_nan=True)
         assert beam.ids.tolist() == [[node[2] for node in row] for row in hand]
         assert beam.rows.tolist() == [node[3] for row in hand for node in row]
-        assert beam.ancestors.tolist() == [[word(node[4]) for node in row] for row in hand]
+        count = beam.ancestors.shape[2]
+        assert beam.ancestors.tolist() == [[words(node[4], count) for node in row] for row in hand]
         assert beam.scores.dtype == torch.float32
     for record, place in zip(candidates, range(3), strict=True):
         expected = torch.tensor([[entry[place] for entry in row] for row in records])
@@ -140,6 +144,18 @@ def test_wide_beams(form, shape, kind):
     assert_grown(*run(shape, drafted, form), *by_hand(shape, batch, drafted))
 
 
+# EAGLE-3's published tree; nodes that fill two words; the widest.
+@crossed(("kind", ["coarse", "random"]), ("shape", [(8, 10, 60), (9, 16, 64), (63, 2, 64), (3, 63, 64)]))
+def test_a_draft_of_more_than_64_nodes_has_two_words(form, shape, kind):
+    shape, batch = SpecShape.parse(SpecShape(*shape)), 2
+    drafted = proposals(shape, batch, kind)
+    beams, candidates = run(shape, drafted, form)
+    assert all(beam.ancestors.shape == (batch, shape.topk, 2) for beam in beams)
+    assert_grown(beams, candidates, *by_hand(shape, batch, drafted))
+    last_run = beams[-2].ancestors.cpu()
+    assert last_run[:, :, 1].any(), "the last nodes that are run have their bits in the second word"
+
+
 def test_ancestors_are_those_of_the_whole_scratch_window(form):
     shape, batch = SpecShape(6, 5, 20), 2
     beams, _ = run(shape, proposals(shape, batch, "random", seed=3), form)
@@ -148,7 +164,7 @@ def test_ancestors_are_those_of_the_whole_scratch_window(form):
         if step:
             up = beam.rows.view(batch, 5).cpu() - torch.arange(batch)[:, None] * 5
             parents = torch.cat((parents, (step - 1) * 5 + up), 1)
-        assert torch.equal(beam.ancestors.cpu(), ancestor_bits(parents, step + 1)[:, -5:])
+        assert torch.equal(beam.ancestors.cpu()[:, :, 0], ancestor_bits(parents, step + 1)[:, -5:])
 
 
 def test_nan_is_taken_for_the_worst(form):
@@ -201,7 +217,7 @@ def build_by_hand(root, record, shape):
         parents.append(parent)
         depths.append(depths[parent] + 1)
         ancestors.append({node, *ancestors[parent]})
-    return tokens, parents, depths, [word(bits) for bits in ancestors]
+    return tokens, parents, depths, [words(bits)[0] for bits in ancestors]
 
 
 def assert_built(shape, batch, kind, form):
@@ -226,7 +242,7 @@ def test_a_window_keeps_the_best_candidates(form, shape, kind):
 # All of the candidates; a window of 64; 510 and 1,040 candidates; the deepest and widest of all, 3,856.
 @crossed(
     ("kind", ["coarse", "random"]),
-    ("shape", [(3, 3, 22), (6, 5, 64), (6, 10, 64), (5, 16, 64), (16, 16, 64), (16, 2, 60)]),
+    ("shape", [(3, 3, 22), (6, 5, 64), (6, 10, 64), (8, 10, 60), (5, 16, 64), (16, 16, 64), (16, 2, 60)]),
 )
 def test_large_windows(form, shape, kind):
     assert_built(SpecShape(*shape), 1, kind, form)
@@ -266,7 +282,7 @@ def test_fake_tensors_pass():
         beam, candidates = start_beam(tokens, scores, shape, backend="triton")
         tokens, scores = torch.zeros(6, 2, dtype=torch.int64), torch.zeros(6, 2)
         beam = grow_beam(beam, candidates, tokens, scores, 1, backend="triton")
-        assert beam.rows.shape == (6,) and beam.ancestors.shape == (3, 2)
+        assert beam.rows.shape == (6,) and beam.ancestors.shape == (3, 2, 1)
         tree = tree_build(beam.tokens[:, 0], *candidates, shape, backend="triton")
         assert all(part.shape == (3, 5) and part.dtype == torch.int64 for part in tree)
         tree = chain_build(beam.tokens[:, 0], beam.tokens, backend="triton")
@@ -279,7 +295,7 @@ def test_the_operators_are_well_formed(triton_device):
     shape = SpecShape(3, 2, 5)
     drafted = [tuple(x.to(triton_device) for x in pair) for pair in proposals(shape, 2, "random")]
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(triton._start.overload, (*drafted[0], 10), test_utils=tests)
+    torch.library.opcheck(triton._start.overload, (*drafted[0], 10, 2), test_utils=tests)
     (beam, *_), candidates = run(shape, drafted, ("triton", triton_device))
     nodes = (beam.tokens, beam.scores, beam.ids, beam.ancestors)
     torch.library.opcheck(triton._grow.overload, (*nodes, *drafted[1], *candidates, 1), test_utils=tests)

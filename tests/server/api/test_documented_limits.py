@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from eagle_kit.cli.serve import SHAPE_DEFAULTS
 from eagle_kit.config.engine import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_CONTEXT,
@@ -14,6 +13,7 @@ from eagle_kit.config.engine import (
 )
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_SALT_CHARS
+from eagle_kit.core.shape import auto_shape
 from eagle_kit.data.chat.arguments import MOST_NUMBER, MOST_PRODUCT
 from eagle_kit.engine import scheduler
 from eagle_kit.engine.engine import WEIGHTS_COST
@@ -40,7 +40,7 @@ SIZES = schema_rules.KEYWORD_SIZES
 
 STATED = {
     "choose-how-a-server-drafts": [
-        f"those left out are {SHAPE_DEFAULTS.steps}, {SHAPE_DEFAULTS.topk}, {SHAPE_DEFAULTS.tokens}.",
+        f"made to fit: {auto_shape('llama')} (tree) or {auto_shape('deepseek_v3')} (chain).",
     ],
     "monitor-a-server": [
         f"Under {LOW_ACCEPT_LENGTH['chain']} tokens per verify of a chain",

@@ -12,7 +12,8 @@ import pytest
 from tiny_run import make_target
 
 from eagle_kit.cli import main
-from eagle_kit.cli.serve import check_algorithm, configure, shape_of
+from eagle_kit.cli.serve import configure
+from eagle_kit.cli.serve_flags import check_algorithm, shape_of
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
@@ -56,10 +57,40 @@ def test_a_folder_with_a_drafts_config_names_its_own_target(tmp_path, monkeypatc
     assert find_model(target, "big", "usual") == ServedModel("big", target)
 
 
-def arguments(*words):
+def arguments(*words, model="model"):
     parser = argparse.ArgumentParser()
     configure(parser)
-    return parser.parse_args(["model", *words])
+    return parser.parse_args([model, *words])
+
+
+QWEN3_MOE = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def test_single_numbers_are_completed_for_the_targets_architecture(tmp_path):
+    steps = "--speculative-num-steps"
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    mixture = folder(tmp_path / "mixture", {**QWEN3_MOE, **config})
+    assert shape_of(arguments(steps, "5", model=mixture)) == SpecShape(5, 1, 6)
+    assert shape_of(arguments("--speculative-algorithm", "standalone", steps, "2")) == SpecShape(2, 1, 3)
+    assert shape_of(arguments("--speculative-algorithm", "NGRAM", steps, "2")) == SpecShape(2, 4, 12)
 
 
 def test_single_numbers_make_a_shape_with_the_usual_ones(capsys):
@@ -72,6 +103,8 @@ def test_single_numbers_make_a_shape_with_the_usual_ones(capsys):
     assert shape_of(arguments("--shape", "3,2,6 8:none")) == ShapeTable.parse("3,2,6 8:none")
     assert shape_of(arguments(steps, "3")) == SpecShape(3, 4, 8)
     assert shape_of(arguments(steps, "3", topk, "1")) == SpecShape(3, 1, 4)
+    assert "shape      3,4,8, completed" in capsys.readouterr().err
+    assert shape_of(arguments(steps, "3", topk, "2", tokens, "6")) == SpecShape(3, 2, 6)
     assert capsys.readouterr().err == ""
     assert shape_of(arguments(steps, "3", topk, "1", tokens, "9")) == SpecShape(3, 1, 4)
     assert "so 9 is ignored" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from eagle_kit.ops.attention.variant import key_bits
 from eagle_kit.ops.attention.window.plan import WindowPlan
 
 
@@ -30,8 +31,8 @@ class PagedWindowPlan(WindowPlan):
 
         # Nodes see the prefix from its first key on, and their ancestors.
         key = column - self.prefix_lens[:, None]
-        bits = (self.ancestors[:, :, None] >> key.clamp(0, 63)[:, None]) & 1
+        is_ancestor = key_bits(self.words, key.clamp(0, self.num_keys - 1))
         in_prefix = (key < 0) & (column >= self.first_position)
-        seen = in_prefix[:, None] | (((key >= 0) & present)[:, None] & (bits == 1))
+        seen = in_prefix[:, None] | (((key >= 0) & present)[:, None] & is_ancestor)
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
         return rows, mask

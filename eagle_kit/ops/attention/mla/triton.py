@@ -31,6 +31,7 @@ import triton.language as tl
 from eagle_kit.ops.attention.mla.plan import PagedWindowPlan
 from eagle_kit.ops.attention.mla.sizes import MAX_SPLITS, choose_blocks, choose_parts
 from eagle_kit.ops.attention.online_softmax import LOG2_E
+from eagle_kit.ops.attention.window.bits import has_key, load_words
 from eagle_kit.ops.attention.window.plan import WindowPlan
 from eagle_kit.ops.attention.window.sizes import are_merged, few_enough
 from eagle_kit.ops.capability import device_facts
@@ -122,7 +123,7 @@ def _attend(
     table_stride, splits, usual_splits, longest_part,
     PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, IN_PAGES: tl.constexpr, PRECISION: tl.constexpr,
-    MERGED: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    MERGED: tl.constexpr, MAX_SPLITS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of a block of query rows to one run of keys. Grid ``(blocks, S, B)``.
 
@@ -170,7 +171,9 @@ def _attend(
         accs = accs + (zeros,)  # type: ignore[assignment]
 
     # Ancestor bits of the nodes, this request's pages, and its scratch by column.
-    bits = tl.load(ancestors + request * num_nodes + row // heads, is_row, 0)
+    first_word = ancestors + (request * num_nodes + row // heads) * WORDS
+    if WORDS == 1:
+        words = load_words(first_word, is_row, AXIS, WORDS)
     pages = page_table + request * table_stride
     scratch = (scratch_start + request * scratch_stride - prefix).to(tl.int32)
     row_max = tl.full((QUERIES,), float("-inf"), tl.float32)
@@ -206,8 +209,10 @@ def _attend(
         # Mask, where the tile reaches beyond the prefix: the window's keys that are ancestors.
         if start + KEYS > prefix:
             column = start + tl.arange(0, KEYS)
-            node = tl.minimum(tl.maximum(column - prefix, 0), 63).to(tl.int64)
-            seen = ((tl.expand_dims(bits, AXIS) >> tl.expand_dims(node, OTHER)) & 1) == 1
+            key = tl.minimum(tl.maximum(column - prefix, 0), 64 * WORDS - 1).to(tl.int64)
+            if WORDS > 1:  # several words are no registers of the loop
+                words = load_words(first_word, is_row, AXIS, WORDS)
+            seen = has_key(words, tl.expand_dims(key, OTHER), WORDS)
             seen = tl.expand_dims(column < prefix, OTHER) | (seen & tl.expand_dims(column < end, OTHER))
             scores = tl.where(seen, scores, float("-inf"))
 
@@ -363,6 +368,7 @@ def mla_window_attention(
         PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
         MERGED=merged,
         MAX_SPLITS=MAX_SPLITS,
+        WORDS=ancestors.shape[2],
         **early,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
@@ -404,7 +410,7 @@ def attend(
         plan.page_table.contiguous(),
         plan.prefix_lens.contiguous(),
         plan.kv_lens.contiguous() if isinstance(plan, PagedWindowPlan) else None,
-        plan.ancestors.contiguous(),
+        plan.words.contiguous(),
         plan.page_size,
         plan.first_position,
         plan.scratch_start,

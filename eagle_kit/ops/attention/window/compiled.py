@@ -36,7 +36,7 @@ def window_attention(
         v_rows,
         plan.page_table.contiguous(),
         plan.prefix_lens.contiguous(),
-        plan.ancestors.contiguous(),
+        plan.words.contiguous(),
         sizes,
         scale,
         soft_cap,

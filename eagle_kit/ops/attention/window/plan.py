@@ -1,6 +1,6 @@
 """Location and visibility of the keys of a window: computed once per forward, shared by its layers.
 
-Legend: B requests, N query nodes, M window keys, C columns, P pages of a request.
+Legend: B requests, N query nodes, M window keys, W words of 64 of them, C columns, P pages of a request.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.ops.attention.variant import NO_LIMITS, Limits, seen_within
+from eagle_kit.ops.attention.variant import NO_LIMITS, Limits, key_bits, seen_within
 from eagle_kit.ops.backend import Backend
 from eagle_kit.ops.cpu.guards import VIEWED_TYPES, guarded_choice, is_recording
 from eagle_kit.ops.cpu.summation import COLUMNS, SPLIT_TERMS, round_columns
@@ -39,7 +39,7 @@ class WindowPlan:
             j``.
         num_keys: M; the queries are the last N of the window's keys.
         ancestors: int64 ``[B, N]``, bit j set when window key j is an ancestor of the node or the node
-            itself.
+            itself; ``[B, N, W]`` for windows of more than 64 keys, whose key j is bit j % 64 of word j // 64.
         num_columns: C, an upper bound on prefix + M known to the host.
         dummy_row: a row of the store that holds finite values.
         dtype: dtype of the queries.
@@ -82,10 +82,15 @@ class WindowPlan:
         rows = torch.where(in_prefix, self.page_rows(column), torch.where(in_window, scratch, self.dummy_row))
 
         # Nodes see the prefix from its first key on, and their ancestors.
-        bits = (self.ancestors[:, :, None] >> key[:, None]) & 1
-        seen = (in_prefix & (column >= self.first_position))[:, None] | (in_window[:, None] & (bits == 1))
+        is_ancestor = key_bits(self.words, key)
+        seen = (in_prefix & (column >= self.first_position))[:, None] | (in_window[:, None] & is_ancestor)
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
         return rows, mask
+
+    @property
+    def words(self) -> torch.Tensor:
+        """:attr:`ancestors` as int64 ``[B, N, W]``."""
+        return self.ancestors if self.ancestors.dim() == 3 else self.ancestors[:, :, None]
 
     def record_columns(self) -> torch.Tensor:
         """Make the columns of this plan in one recorded operation, once, and return their key, an int64
@@ -143,7 +148,7 @@ class WindowPlan:
         members = range(len(firsts)) if requests is None else requests.tolist()
         first = min(firsts[member] for member in members)
         remaining = torch.arange(first, rows.shape[1], device=rows.device)
-        seen = seen_within(limits, self.prefix_lens[index], self.ancestors[index], self.num_keys, remaining)
+        seen = seen_within(limits, self.prefix_lens[index], self.words[index], self.num_keys, remaining)
         return Columns(requests, rows[:, first:], mask[:, :, first:].masked_fill(~seen, float("-inf")))
 
     def in_groups(self, sizes: tuple[int, ...]) -> list[Columns]:

@@ -38,7 +38,6 @@ import triton.language as tl
 
 from eagle_kit.ops.attention.online_softmax import (
     LOG2_E,
-    count_bits,
     first_seen,
     load_rows,
     page_rows,
@@ -48,6 +47,7 @@ from eagle_kit.ops.attention.online_softmax import (
     update_by_blocks,
 )
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
+from eagle_kit.ops.attention.window.bits import count_up_to, has_key, load_words
 from eagle_kit.ops.attention.window.merge import merge, merge_rows, share
 from eagle_kit.ops.attention.window.plan import WindowPlan
 from eagle_kit.ops.attention.window.sizes import (
@@ -86,7 +86,7 @@ def _window(
     FIRST: tl.constexpr, SPLIT: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, MERGED: tl.constexpr, BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of query rows of one key head to one part of the columns of one request. Grid
     ``(tiles * Hkv, S, B)``.
@@ -129,7 +129,8 @@ def _window(
     first_query = request * (num_rows * HKV * D)
     q_at = (node * (HKV * G) + head * G + m % G)[:, None] * D + d[None, :]
     queries = tl.load(q + first_query + q_at, is_row[:, None] & in_head, 0.0)
-    bits = tl.load(ancestors + request * bits_stride_b + node * bits_stride_n, is_row, 0)
+    first_word = ancestors + request * bits_stride_b + node * bits_stride_n
+    words = load_words(first_word, is_row, 1, WORDS)
 
     # Where this request's pages and this head's keys and values are.
     table = page_table + request * table_stride
@@ -155,12 +156,11 @@ def _window(
 
     # Positions of the nodes: behind the prefix by the number of their ancestors.
     if WINDOW > 0 or CHUNK > 0:
+        last_of_prefix = prefix - 1
         own_key = (num_keys - num_rows // G + node).to(tl.int64)
-        before = bits & ((tl.full([BLOCK_M], 1, tl.int64) << own_key << 1) - 1)
         # A column: Triton 3.7 does not compile chunks of positions that it needs in two layouts.
-        position = (prefix + count_bits(before) - 1)[:, None]
+        position = last_of_prefix + count_up_to(words, own_key[:, None], WORDS)
         first_of = first_seen(position, WINDOW, CHUNK)
-        behind = (before >> 1) & 0x7FFFFFFFFFFFFFFF
 
     # The other blocks, masked.
     scratch = request * scratch_stride + scratch_start
@@ -175,11 +175,10 @@ def _window(
         keys, values = load_rows(k, v, row, present, d, e, D, PAIR)
 
         # Mask: all of the prefix, and a node's ancestors in the window, within the limits.
-        bit = tl.where(in_window, key, 0).to(tl.int64)
-        is_ancestor = ((bits[:, None] >> bit[None, :]) & 1) != 0
-        seen = in_prefix[None, :] | (in_window[None, :] & is_ancestor)
+        window_key = tl.where(in_window, key, 0).to(tl.int64)[None, :]
+        seen = in_prefix[None, :] | (in_window[None, :] & has_key(words, window_key, WORDS))
         if WINDOW > 0 or CHUNK > 0:
-            key_position = position - count_bits(behind[:, None] >> bit[None, :])
+            key_position = last_of_prefix + count_up_to(words, window_key, WORDS)
             key_position = tl.where(in_prefix[None, :], column[None, :], key_position)
             seen = seen & (key_position >= first_of)
 
@@ -331,6 +330,7 @@ def window_attention_op(
         SINKS=sinks is not None,
         MERGED=merged,
         BLOCK_S=parts_at_a_time,
+        WORDS=ancestors.shape[2],
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         maxnreg=blocks.max_registers,
@@ -381,7 +381,7 @@ def window_attention(
         plan.scratch_start,
         plan.scratch_stride,
         plan.num_keys,
-        plan.ancestors,
+        plan.words,
         plan.num_columns,
         variant.scale * k_scale,
         v_scale,

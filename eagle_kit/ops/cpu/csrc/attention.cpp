@@ -5,6 +5,7 @@
 // Legend: B requests, N nodes of a window, T queries, Hq / Hkv heads, D key size, E value size, R rows of a
 // store, P pages of a request. Columns are a request's keys in their order: the prefix, then the window.
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -17,13 +18,22 @@ constexpr int64_t MAX_ROWS = 48;
 constexpr int64_t MAX_SCORES = 1 << 19;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
+// Bits of the keys of a window: key j is bit j % 64 of word j / 64.
+constexpr int64_t MAX_WORDS = 2;
+struct KeyBits {
+  std::array<uint64_t, MAX_WORDS> words{};
+
+  bool has(int64_t key) const { return key < 64 * MAX_WORDS && words[key / 64] >> (key % 64) & 1; }
+  void remove(int64_t key) { words[key / 64] &= ~(uint64_t{1} << (key % 64)); }
+};
+
 // Columns that a query sees: `first` .. `stop` - 1, and those from `window` on whose bits are set. A query of
 // a position without a key sees itself alone.
 struct Visibility {
   int64_t first;
   int64_t stop;
   int64_t window;
-  uint64_t bits;
+  KeyBits bits;
   bool is_unused = false;
 
   // Set the scores of the columns start .. end - 1 that are not seen to minus infinity.
@@ -32,7 +42,7 @@ struct Visibility {
     for (int64_t c = std::max(start, stop); c < std::min(window, end); ++c)
       scores[c - start] = MINUS_INFINITY;
     for (int64_t c = std::max(start, window); c < end; ++c)
-      if (c - window > 63 || !(bits >> (c - window) & 1)) scores[c - start] = MINUS_INFINITY;
+      if (!bits.has(c - window)) scores[c - start] = MINUS_INFINITY;
   }
 };
 
@@ -201,17 +211,22 @@ static int64_t first_seen(int64_t position, int64_t window, int64_t chunk) {
 
 // Columns that a node sees whose own key is number `own` of its window (variant.seen_within).
 static Visibility node_visibility(
-    uint64_t ancestors, int64_t own, int64_t prefix, int64_t first_position, int64_t window, int64_t chunk) {
-  const uint64_t before = own >= 63 ? ancestors : ancestors & ((uint64_t{2} << own) - 1);
-  const int64_t position = prefix + __builtin_popcountll(before) - 1;
-  const int64_t first = first_seen(position, window, chunk);
+    const KeyBits& ancestors, int64_t own, int64_t prefix, int64_t first_position, int64_t window,
+    int64_t chunk) {
+  if (!window && !chunk) return {std::min(first_position, prefix), prefix, prefix, ancestors};
 
-  // Ancestors beyond a limit are not seen.
-  uint64_t bits = ancestors;
-  if (window || chunk)
-    for (int64_t j = 0; j < 64; ++j) {
-      const int64_t behind = j < 63 ? __builtin_popcountll(before >> (j + 1)) : 0;
-      if (position - behind < first) bits &= ~(uint64_t{1} << j);
+  // The node's position, and the first that it sees.
+  int64_t num_ancestors = 0;
+  for (int64_t j = 0; j <= own; ++j) num_ancestors += ancestors.has(j);
+  const int64_t first = first_seen(prefix + num_ancestors - 1, window, chunk);
+
+  // Ancestors before it are not seen. Their positions follow each other from the prefix on.
+  KeyBits bits = ancestors;
+  int64_t position = prefix;
+  for (int64_t j = 0; j <= own && position < first; ++j)
+    if (ancestors.has(j)) {
+      bits.remove(j);
+      ++position;
     }
   return {std::min(std::max(first, first_position), prefix), prefix, prefix, bits};
 }
@@ -310,7 +325,7 @@ struct Operands {
 };
 
 // q [B * N, Hq, D], k_rows [Hkv, R, D], v_rows [Hkv, R, E], page_table [B, P], prefix_lens [B], ancestors [B,
-// N] -> [B * N, Hq, E]; sizes: page_size, first_position, scratch_start, scratch_stride, num_keys, window,
+// N, W] -> [B * N, Hq, E]; sizes: page_size, first_position, scratch_start, scratch_stride, num_keys, window,
 // chunk (WindowPlan and Limits).
 static Tensor window_attention(
     const Tensor& q, const Tensor& k_rows, const Tensor& v_rows, const Tensor& page_table,
@@ -325,19 +340,20 @@ static Tensor window_attention(
   const int64_t chunk = sizes[6];
 
   // Check the tensors.
-  STD_TORCH_CHECK(q.dim() == 3 && ancestors.dim() == 2, "queries are not [T, Hq, D]");
+  STD_TORCH_CHECK(q.dim() == 3 && ancestors.dim() == 3, "queries are not [T, Hq, D]");
   const int64_t batch = ancestors.size(0);
   const int64_t nodes = ancestors.size(1);
+  const int64_t words = ancestors.size(2);
   const int64_t pages = page_table.size(1);
   STD_TORCH_CHECK(
-      prefix_lens.numel() == batch && page_table.size(0) == batch && nodes <= num_keys && num_keys <= 64 &&
-          q.size(0) == batch * nodes,
+      prefix_lens.numel() == batch && page_table.size(0) == batch && nodes <= num_keys &&
+          num_keys <= 64 * words && words <= MAX_WORDS && q.size(0) == batch * nodes,
       "a window does not fit its plan");
   Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), v_rows.size(2)});
   const Operands operands(q, k_rows, v_rows, sinks, out, scale, soft_cap);
   const int64_t* tables = numbers(page_table);
   const int64_t* lens = numbers(prefix_lens);
-  const int64_t* bits = numbers(ancestors);
+  const int64_t* bits = numbers(ancestors);  // [B, N, W]
 
   // A part is some rows of one request and key head. There are at least two for each thread, if rows allow.
   const int64_t key_heads = operands.key_heads;
@@ -358,7 +374,8 @@ static Tensor window_attention(
       workspace.visible.clear();
       for (int64_t m = first; m < last; ++m) {
         const int64_t node = m / operands.group;
-        const uint64_t node_bits = bits[b * nodes + node];
+        KeyBits node_bits;
+        std::copy_n(bits + (b * nodes + node) * words, words, node_bits.words.begin());
         workspace.visible.push_back(
             node_visibility(node_bits, num_keys - nodes + node, prefix, first_position, window, chunk));
       }
@@ -416,7 +433,7 @@ static Tensor prompt_attention(
         const int64_t row_position = position + m / operands.group;
         const int64_t seen = std::max(first_seen(row_position, window, chunk), first_position);
         const bool is_unused = row_position < first_position;
-        workspace.visible.push_back({std::min(seen, row_position), row_position + 1, stop, 0, is_unused});
+        workspace.visible.push_back({std::min(seen, row_position), row_position + 1, stop, {}, is_unused});
       }
       const ColumnRows columns{tables + b * pages, page_size, stop, 0};
       operands.run(workspace, first, t % operands.key_heads, 0, rows, columns, stop);

@@ -308,7 +308,7 @@ def test_equals_the_reference(triton_device, kernels, dtype):
 
 def test_the_operator_is_registered_as_it_behaves(triton_device, kernels):
     q, rows, plan = Case((17,), 1, 1, 2).build(triton_device)
-    arguments = (q, rows, plan.page_table, plan.prefix_lens, None, plan.ancestors, 16, 0, plan.scratch_start)
+    arguments = (q, rows, plan.page_table, plan.prefix_lens, None, plan.words, 16, 0, plan.scratch_start)
     arguments += (plan.scratch_stride, 1, 64, 0.1, 1.0, LATENT, None)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.mla_window_attention.overload, arguments, test_utils=checks)

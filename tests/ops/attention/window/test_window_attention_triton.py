@@ -215,7 +215,7 @@ def test_any_number_of_parts_gives_the_same(triton_device, splits):
         *(
             p.scratch_stride,
             p.num_keys,
-            p.ancestors,
+            p.words,
             p.num_columns,
             0.25,
             2.0,
@@ -285,7 +285,7 @@ def test_the_last_program_merges_all_parts_in_their_order(triton_device, monkeyp
         found.append(
             window_attention_op(
                 *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_position, p.scratch_start),
-                *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 2.0, [0, 0], None, None),
+                *(p.scratch_stride, p.num_keys, p.words, p.num_columns, 0.25, 2.0, [0, 0], None, None),
                 *(arrivals, splits),
             )
         )
@@ -437,7 +437,7 @@ def test_fake_tensors_pass(triton_device):
     q, k, v, p = Case((40,), 2).make(torch.bfloat16, triton_device)
     args = (
         *(q, k, v, p.page_table, p.page_size, p.prefix_lens, p.first_position, p.scratch_start),
-        *(p.scratch_stride, p.num_keys, p.ancestors, p.num_columns, 0.25, 1.0, [0, 0], None, None),
+        *(p.scratch_stride, p.num_keys, p.words, p.num_columns, 0.25, 1.0, [0, 0], None, None),
         None,
     )
     torch.library.opcheck(window_attention_op.overload, args, test_utils=("test_schema", "test_faketensor"))
