@@ -385,7 +385,8 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun], choices: Mapping[str,
     out, measure, names = Path(study.output_dir), study.measure, [one.name for one in runs]
     settings = json.dumps([names, measure.model_dump(mode="json")])
     config = EvalConfig(
-        **measure.model_dump(exclude={"batch_size", "max_context"}),
+        **measure.model_dump(exclude={"batch_size", "max_context", "seed"}),
+        seeds=(measure.seed,),
         engine=EngineConfig(max_batch_size=measure.batch_size, max_context=measure.max_context),
         plots=False,
     )

@@ -20,7 +20,7 @@ from eagle_kit.cli.arguments import (
     TargetFlag,
     chosen_target,
 )
-from eagle_kit.config.engine import DEFAULT_BATCH_SIZE, EngineConfig
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.flags import Flag, FlagsOf, add_options, options_of
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import parse_json, read_text
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     # Load.
     target = chosen_target(options.target, [options.draft] if options.draft else [])
     with naming(target):
-        batch_size = min(config.max_batch_size or DEFAULT_BATCH_SIZE, len(prompts))
+        batch_size = min(config.batch_size, len(prompts))
         llm = LLM(target.name, options.draft, config, max_batch_size=batch_size)
 
     # Decode and print.

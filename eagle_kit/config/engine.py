@@ -333,6 +333,11 @@ class EngineConfig(Options):
         """True if a threshold makes acceptance lossy."""
         return (self.accept_threshold_single, self.accept_threshold_acc) != (1.0, 1.0)
 
+    @property
+    def batch_size(self) -> int:
+        """Most requests decoded together where memory does not decide it."""
+        return self.max_batch_size or DEFAULT_BATCH_SIZE
+
     def resolve(
         self, *, on_gpu: bool, max_positions: int = DEFAULT_MAX_CONTEXT, can_record: bool = True
     ) -> "ResolvedConfig":
@@ -359,7 +364,7 @@ class EngineConfig(Options):
             max_batch_size = self.max_batch_size or SERVER_BATCH_SIZE
             max_context = self.max_context or max_positions
         else:
-            max_batch_size = self.max_batch_size or DEFAULT_BATCH_SIZE
+            max_batch_size = self.batch_size
             max_context = self.max_context or DEFAULT_MAX_CONTEXT
 
         # Defaults of the device.

@@ -26,14 +26,25 @@ SETTINGS_FILE = "settings.json"
 SUMMARY_FILE = "summary.json"
 
 
+AnswerKey = tuple[str, str, int, float, int]
+"""Task, prompt, turn, temperature and seed of an answer."""
+
+
 class Setting(NamedTuple):
-    """One way to decode: plain decoding (no draft), or a draft with a shape."""
+    """One way to decode: plain decoding, or a named setting (a draft, say) with a shape."""
 
     draft: str | None
     shape: str
 
 
 PLAIN = Setting(None, "none")
+
+
+def seed_of_prompt(seed: int, task: str, prompt: str, turn: int) -> int:
+    """Seed of the response to one prompt. Each prompt has another one, since random numbers depend on
+    the seed and the position alone."""
+    text = "\0".join((str(seed), task, prompt, str(turn)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
 
 @dataclass
@@ -45,7 +56,9 @@ class Answer:
         id: of the prompt in its task.
         category: of the prompt.
         turn: user turn that is answered, from 0.
-        draft: name of the draft; None for plain decoding.
+        temperature: of the samples; 0 is greedy.
+        seed: of the evaluation, which the response's seed was made from (:func:`seed_of_prompt`).
+        draft: name of the draft or setting; None for plain decoding.
         shape: speculation shape of the setting.
         num_prompt_tokens: length of the prompt with template and earlier turns.
         token_ids: of the response.
@@ -64,6 +77,8 @@ class Answer:
     id: str
     category: str
     turn: int
+    temperature: float
+    seed: int
     draft: str | None
     shape: str
     num_prompt_tokens: int
@@ -83,9 +98,9 @@ class Answer:
         return Setting(self.draft, self.shape)
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """Task, prompt and turn: the same for every setting."""
-        return self.task, self.id, self.turn
+    def key(self) -> AnswerKey:
+        """Task, prompt, turn, temperature and seed: the same for every setting."""
+        return self.task, self.id, self.turn, self.temperature, self.seed
 
     @property
     def num_decode_tokens(self) -> int:
@@ -141,7 +156,7 @@ class AnswerStore:
         self.settings = settings
         self.about: dict[str, Any] = {}
         self._path = folder / ANSWERS_FILE
-        self._by_key: dict[tuple[str, str, int], dict[Setting, Answer]] = {}
+        self._by_key: dict[AnswerKey, dict[Setting, Answer]] = {}
         self._started = False
         if self._path.exists() or (folder / SETTINGS_FILE).exists():
             self._check_settings()
@@ -152,8 +167,8 @@ class AnswerStore:
         """All answers kept so far."""
         return [answer for group in self._by_key.values() for answer in group.values()]
 
-    def get(self, key: tuple[str, str, int]) -> dict[Setting, Answer] | None:
-        """Answers of all settings to a prompt and turn, or None where one is missing."""
+    def get(self, key: AnswerKey) -> dict[Setting, Answer] | None:
+        """Answers of all settings to a prompt's turn in a round, or None where one is missing."""
         return self._by_key.get(key)
 
     def start(self, about: dict[str, Any]) -> None:
@@ -200,7 +215,7 @@ class AnswerStore:
         off is left out, and so is its prompt."""
         text = read_text(self._path, ANOTHER_FOLDER) if self._path.exists() else ""
         lines = text.removesuffix("\n").split("\n") if text else []
-        groups: dict[tuple[str, str, int], dict[Setting, Answer]] = {}
+        groups: dict[AnswerKey, dict[Setting, Answer]] = {}
         for number, line in enumerate(lines, 1):
             try:
                 answer = Answer.from_record(parse_json(line, self._path))

@@ -1,4 +1,4 @@
-"""Decode every prompt plainly and with every draft and shape, side by side in one run.
+"""Decode every prompt plainly and with every setting, side by side in one run.
 
 Speed drifts with the machine (clock, neighbours), so the settings take turns on each batch of prompts, and
 which one goes first rotates: drift then hits all of them alike, and their ratio survives it.
@@ -6,41 +6,52 @@ which one goes first rotates: drift then hits all of them alike, and their ratio
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from eagle_kit.config.eval import Round
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.tasks.sets import EvalPrompt, Task
-from eagle_kit.eval.answers import PLAIN, Answer, AnswerStore, Setting
+from eagle_kit.eval.answers import PLAIN, Answer, AnswerKey, AnswerStore, Setting, seed_of_prompt
 from eagle_kit.eval.engines import EvalEngine
 from eagle_kit.eval.identity import compare_outputs
 from eagle_kit.eval.servers.server_round import ServedPrompts, ServerRound
 from eagle_kit.report.stages import TimeLeft, mute, say
 
 WARM_UP_TOKENS = 16
+WARM_UP = "warm-up"
 Engines = dict[str | None, EvalEngine]
-"""By draft name; None is the plain one."""
+"""By the name of the setting; None is the plain one."""
 
 
 class PromptBatch(NamedTuple):
-    """Prompts of a task that are decoded together, in one of their turns."""
+    """Prompts of a task that are decoded together, in one of their turns and one of the rounds."""
 
+    round: Round
     task: Task
     prompts: list[EvalPrompt]
     turn: int
 
+    def key(self, prompt: EvalPrompt, turn: int | None = None) -> AnswerKey:
+        """Key of the answers to a prompt in this round, in the batch's turn or an earlier one."""
+        number = self.turn if turn is None else turn
+        return self.task.name, prompt.id, number, self.round.temperature, self.round.seed
+
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decodes the prompts of ``tasks`` with all ``runs`` and fills ``store`` with the answers.
+    """Decodes the prompts of ``tasks`` with all ``runs`` in all ``rounds`` and fills ``store`` with the
+    answers.
 
-    ``servers``, if there are any, decode each batch after all ``runs``.
+    ``params`` are those of a response, without the temperature and the seed of its round. ``servers``, if
+    there are any, decode each batch after all ``runs``.
     """
 
     tasks: list[Task]
     runs: list[Setting]
+    rounds: list[Round]
     params: SamplingParams
     batch_size: int
     store: AnswerStore
@@ -96,16 +107,17 @@ class Decoder:
 
     def _batches(self) -> Iterator[PromptBatch]:
         """All batches, the same sequence on every resume."""
-        for task in self.tasks:
-            for start in range(0, len(task.prompts), self.batch_size):
-                prompts = task.prompts[start : start + self.batch_size]
-                for turn in range(max(len(prompt.turns) for prompt in prompts)):
-                    yield PromptBatch(task, [prompt for prompt in prompts if turn < len(prompt.turns)], turn)
+        for round in self.rounds:
+            for task in self.tasks:
+                for start in range(0, len(task.prompts), self.batch_size):
+                    prompts = task.prompts[start : start + self.batch_size]
+                    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+                        asked = [prompt for prompt in prompts if turn < len(prompt.turns)]
+                        yield PromptBatch(round, task, asked, turn)
 
     def _pending(self, batch: PromptBatch) -> PromptBatch:
         """The prompts of a batch that lack an answer of some setting."""
-        task, prompts, turn = batch
-        pending = [prompt for prompt in prompts if self.store.get((task.name, prompt.id, turn)) is None]
+        pending = [prompt for prompt in batch.prompts if self.store.get(batch.key(prompt)) is None]
         return batch._replace(prompts=pending)
 
     def _num_pending_servers(self, batch: PromptBatch) -> int:
@@ -113,7 +125,18 @@ class Decoder:
         if self.servers is None:
             return 0
         ids = [prompt.id for prompt in batch.prompts]
-        return self.servers.num_pending(0, batch.task.name, batch.turn, ids)
+        return self.servers.num_pending(batch.round.number, batch.task.name, batch.turn, ids)
+
+    def _params(self, batch: PromptBatch) -> list[SamplingParams]:
+        """Sampling parameters of the response to each prompt."""
+        temperature = batch.round.temperature
+        if temperature == 0:
+            return [self.params] * len(batch.prompts)
+        params = []
+        for prompt in batch.prompts:
+            seed = seed_of_prompt(batch.round.seed, batch.task.name, prompt.id, batch.turn)
+            params.append(replace(self.params, temperature=temperature, seed=seed))
+        return params
 
     def _decode_by_servers(self, engine: EvalEngine, batch: PromptBatch, number: int, bar: Any) -> None:
         """Let every server decode a batch, of which our engine's answers are kept."""
@@ -121,21 +144,36 @@ class Decoder:
         prompt_ids = []
         plain = []
         for prompt in batch.prompts:
-            responses = [self._plain_response(batch.task, prompt, turn) for turn in range(batch.turn)]
+            responses = [self._plain_response(batch, prompt, turn) for turn in range(batch.turn)]
             prompt_ids.append(engine.tokenize_task(prompt.given(responses)))
-            group = self.store.get((batch.task.name, prompt.id, batch.turn))
+            group = self.store.get(batch.key(prompt))
             assert group is not None, "our engine decodes first"
             plain.append(group[PLAIN])
         served = ServedPrompts(batch.task.name, batch.turn, batch.prompts, prompt_ids, plain)
-        self.servers.decode(engine, served, self.params, round=0, first=number, on_answers=bar.update)
+        self.servers.decode(
+            engine,
+            served,
+            self._params(batch),
+            round=batch.round.number,
+            first=number,
+            on_answers=bar.update,
+        )
 
     def _warm_up(self, engines: Engines) -> None:
         """Decode a little with every setting, unmeasured: first calls allocate, compile and fill caches."""
         prompts = [prompt.given() for prompt in self.tasks[0].prompts[: self.batch_size]]
-        params = SamplingParams(max_tokens=min(WARM_UP_TOKENS, self.params.max_tokens))
+        short = replace(
+            self.params, max_tokens=min(WARM_UP_TOKENS, self.params.max_tokens), cache_salt=WARM_UP, seed=0
+        )
+
+        # Greedy and sampled cycles are captured apart.
+        kinds = {round.temperature > 0: round.temperature for round in self.rounds}
         for run in self.runs:
             engine = engines[run.draft]
-            engine.chat([engine.tokenize_task(prompt) for prompt in prompts], params, shape=run.shape)
+            prompt_ids = [engine.tokenize_task(prompt) for prompt in prompts]
+            for temperature in kinds.values():
+                params = replace(short, temperature=temperature)
+                engine.chat(prompt_ids, [params] * len(prompts), shape=run.shape)
 
     def _decode(
         self, engines: Engines, batch: PromptBatch, runs: Sequence[Setting], bar: Any
@@ -144,15 +182,18 @@ class Decoder:
         # Later turns follow plain decoding's responses to the earlier ones, in every setting.
         prompts = []
         for prompt in batch.prompts:
-            responses = [self._plain_response(batch.task, prompt, turn) for turn in range(batch.turn)]
+            responses = [self._plain_response(batch, prompt, turn) for turn in range(batch.turn)]
             prompts.append(prompt.given(responses))
 
         outputs = {}
         for run in runs:
+            # N-grams and cached prefixes are those of this setting in this round.
             engine = engines[run.draft]
+            salt = f"{run.draft} {run.shape} {batch.round.number}"
+            params = [replace(each, cache_salt=salt) for each in self._params(batch)]
             try:
                 prompt_ids = [engine.tokenize_task(prompt) for prompt in prompts]
-                outputs[run] = engine.chat(prompt_ids, self.params, shape=run.shape)
+                outputs[run] = engine.chat(prompt_ids, params, shape=run.shape)
             except UserError as error:
                 ids = ", ".join(prompt.id for prompt in batch.prompts)
                 where = f"{batch.task.name} {ids}, turn {batch.turn + 1}"
@@ -176,6 +217,8 @@ class Decoder:
                     id=prompt.id,
                     category=prompt.category,
                     turn=batch.turn,
+                    temperature=batch.round.temperature,
+                    seed=batch.round.seed,
                     draft=run.draft,
                     shape=run.shape,
                     num_prompt_tokens=len(output.prompt_ids),
@@ -194,8 +237,9 @@ class Decoder:
                 answers.append(answer)
         return answers
 
-    def _plain_response(self, task: Task, prompt: EvalPrompt, turn: int) -> str:
-        group = self.store.get((task.name, prompt.id, turn))
+    def _plain_response(self, batch: PromptBatch, prompt: EvalPrompt, turn: int) -> str:
+        """Plain decoding's response to an earlier turn of a prompt, in the batch's round."""
+        group = self.store.get(batch.key(prompt, turn))
         assert group is not None, "turns are decoded in order"
         return group[PLAIN].text
 

@@ -70,8 +70,12 @@ def describe(record: dict[str, Any]) -> str:
     """One sentence for an answer record that holds a difference."""
     found = record["difference"]
     gap = "" if found["logit_gap"] is None else f" (logit gap {found['logit_gap']:.3g})"
+    sample = ""
+    if record["temperature"] > 0:
+        sample = f", T {record['temperature']:g}, seed {record['seed']}"
+    place = f"{record['task']} {record['id']}, turn {record['turn'] + 1}{sample}"
     return (
-        f"{record['task']} {record['id']}, turn {record['turn'] + 1}, {record['draft']} {record['shape']}: "
+        f"{place}, {record['draft']} {record['shape']}: "
         f"token {found['position']} of the response is {_shown(found['token'], found['text'])}, "
         f"plain decoding has {_shown(found['plain_token'], found['plain_text'])}{gap}."
     )

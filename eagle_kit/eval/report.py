@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle_kit.config.eval import AUTO
 from eagle_kit.core.files import write_bytes_atomically
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.eval.identity import describe
 from eagle_kit.eval.servers.server_rows import server_lines
 from eagle_kit.eval.summary import ALL, find_row
@@ -28,7 +28,7 @@ def report(summary: dict[str, Any]) -> str:
     """Text to print after a run: its setup, the tables, the identity check, the files."""
     settings = summary["settings"]
     head = (
-        f"{setup(summary)}; greedy, up to {settings['max_tokens']} tokens a response, "
+        f"{setup(summary)}; {sampling(summary)}, up to {settings['max_tokens']} tokens a response, "
         f"batch {settings['batch_size']}"
     )
     lines = [head, "", table(summary), ""]
@@ -40,6 +40,24 @@ def report(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def sampling(summary: dict[str, Any]) -> str:
+    """Temperatures, top-p and seeds; ``greedy`` alone where nothing was sampled."""
+    settings = summary["settings"]
+    temperatures = temperatures_of(summary)
+    if not any(temperatures):
+        return "greedy"
+    words = [f"T {' '.join(f'{temperature:g}' for temperature in temperatures)}"]
+    if settings["top_p"] < 1:
+        words.append(f"top-p {settings['top_p']:g}")
+    words.append(f"seeds {' '.join(map(str, settings['seeds']))}")
+    return ", ".join(words)
+
+
+def temperatures_of(summary: dict[str, Any]) -> list[float]:
+    """Temperatures that were measured, in their order."""
+    return list(dict.fromkeys(row["temperature"] for row in summary["rows"]))
+
+
 def setup(summary: dict[str, Any]) -> str:
     """Target, precision and machine."""
     target = summary["target"]
@@ -48,20 +66,28 @@ def setup(summary: dict[str, Any]) -> str:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """An aligned table: every setting of every task, and of all tasks together when there are several."""
+    """An aligned table: every setting of every task, and of all tasks together when there are several; at
+    every temperature."""
+    temperatures = temperatures_of(summary)
+    has_samples = any(temperatures)
     lines: list[list[str]] = []
-    for task in shown_tasks(summary):
-        if lines:
-            lines.append([])  # a gap between tasks
-        for row in summary["rows"]:
-            if row["task"] == task and row["category"] == ALL:
-                lines.append(_cells(row))
-    return Table(COLUMNS, lines, LEFT).text()
+    for temperature in temperatures:
+        for task in shown_tasks(summary):
+            if lines:
+                lines.append([])  # a gap between tasks
+            for row in summary["rows"]:
+                if (row["temperature"], row["task"], row["category"]) == (temperature, task, ALL):
+                    lines.append([*([f"{temperature:g}"] if has_samples else []), *_cells(row)])
+    return Table(["T", *COLUMNS] if has_samples else COLUMNS, lines, LEFT).text()
 
 
 def category_table(summary: dict[str, Any]) -> str:
     """An aligned table of accept lengths: a line for every setting of a task, a column for every category."""
-    rows = [row for row in summary["rows"] if row["category"] != ALL and row["draft"] is not None]
+    first = temperatures_of(summary)[0]
+    rows = []
+    for row in summary["rows"]:
+        if row["category"] != ALL and row["draft"] is not None and row["temperature"] == first:
+            rows.append(row)
     categories = list(dict.fromkeys(row["category"] for row in rows))
 
     # Accept lengths by category of every task, draft and shape.
@@ -77,17 +103,26 @@ def category_table(summary: dict[str, Any]) -> str:
 
 
 def identity_lines(summary: dict[str, Any]) -> list[str]:
-    """``greedy identical: yes`` or ``no``, with the first differences named."""
-    count = summary["num_compared"]
-    different = summary["differences"]
-    if summary["greedy_identical"] is None:
-        return ["greedy identical: nothing to compare, only plain decoding was measured"]
-    if summary["greedy_identical"]:
-        return [f"greedy identical: yes ({count} answers equal plain decoding token for token)"]
-    lines = [f"greedy identical: no ({len(different)} of {count} answers differ from plain decoding)"]
-    lines += [f"  {describe(record)}" for record in different[:MAX_DIFFERENCES]]
-    if len(different) > MAX_DIFFERENCES:
-        lines.append(f"  ... and {len(different) - MAX_DIFFERENCES} more in summary.json")
+    """``greedy identical: yes`` or ``no``, with the first differences named; then the same of samples."""
+    lines = []
+    for kind, is_greedy in (("greedy", True), ("seeded", False)):
+        identical = summary[f"{kind}_identical"]
+        if identical is None:
+            continue
+        count = 0
+        for row in summary["rows"]:
+            if row["task"] == ALL and row.get("promise") == "text" and (row["temperature"] == 0) == is_greedy:
+                count += row["num_answers"]
+        if identical:
+            lines.append(f"{kind} identical: yes ({count} answers equal plain decoding token for token)")
+            continue
+        different = [each for each in summary["differences"] if (each["temperature"] == 0) == is_greedy]
+        lines.append(f"{kind} identical: no ({len(different)} of {count} answers differ from plain decoding)")
+        lines += [f"  {describe(record)}" for record in different[:MAX_DIFFERENCES]]
+        if len(different) > MAX_DIFFERENCES:
+            lines.append(f"  ... and {len(different) - MAX_DIFFERENCES} more in summary.json")
+    if all(row["draft"] is None for row in summary["rows"]):
+        lines.append("greedy identical: nothing to compare, only plain decoding was measured")
     return lines
 
 
@@ -132,7 +167,9 @@ def plot(summary: dict[str, Any], folder: Path) -> Path | None:
             across="median over responses of tokens/s over plain (line at 1)",
         ),
     ]
-    batch = f"greedy, batch {summary['settings']['batch_size']}, {summary['num_prompts']} prompts"
+    first = temperatures_of(summary)[0]
+    kind = "greedy" if first == 0 else f"T {first:g}"
+    batch = f"{kind}, batch {summary['settings']['batch_size']}, {summary['num_prompts']} prompts"
     path = folder / PLOT
     folder.mkdir(parents=True, exist_ok=True)
     png = draw(f"Speculative decoding\n{setup(summary)}, {batch}", panels, legend=True)
@@ -155,7 +192,7 @@ def _acceptance_curves(summary: dict[str, Any], colours: Colours) -> list[Curve]
     curves = []
     for (draft, shape), colour in colours.items():
         shares = find_row(summary, draft, shape)["acceptance_per_position"]
-        num_depths = len(shares) if shape == AUTO else SpecShape.parse(shape).steps
+        num_depths = len(shares) if shape == AUTO else ShapeTable.parse(shape).steps
         percent = [100 * share for share in shares]
         percent += [0.0] * (num_depths - len(shares))  # depths that no verify reached
         curves.append(Curve(range(1, num_depths + 1), percent, "", colour, "o-"))
@@ -163,7 +200,8 @@ def _acceptance_curves(summary: dict[str, Any], colours: Colours) -> list[Curve]
 
 
 def _label(shape: str) -> str:
-    return shape if shape == AUTO else SpecShape.parse(shape).label
+    is_one = shape != AUTO and " " not in shape
+    return SpecShape.parse(shape).label if is_one else shape
 
 
 def shown_tasks(summary: dict[str, Any]) -> list[str]:
@@ -192,16 +230,22 @@ def _cells(row: dict[str, Any]) -> list[str]:
     """Cells of a row, in the order of :data:`COLUMNS`."""
     is_plain = row["draft"] is None
     same = f"{row['num_different']} differ" if row["num_different"] else "yes"
-    if row.get("num_compared") == 0:
+    if row.get("num_compared") == 0 or row.get("promise") == "distribution":
         same = ""
     return [
         part_label(row["task"]),
         "plain" if is_plain else row["draft"],
         "" if is_plain else row["shape"],
         str(row["num_answers"]),
-        "" if is_plain else number(row["accept_length"]),
+        "" if is_plain else _with_error(row, "accept_length"),
         " ".join(f"{share:.0%}" for share in row["acceptance_per_position"]),
         number(row["decode_tokens_per_s"], 1),
-        "" if is_plain else number(row["speedup"]),
+        "" if is_plain else _with_error(row, "speedup"),
         "" if is_plain else same,
     ]
+
+
+def _with_error(row: dict[str, Any], field: str) -> str:
+    """A figure, with half of its interval over seeds where there is one."""
+    error = row.get(f"{field}_error")
+    return number(row[field]) if error is None else f"{number(row[field])} ± {number(error)}"

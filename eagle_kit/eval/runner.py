@@ -3,10 +3,11 @@
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eagle_kit.config.engine import DEFAULT_BATCH_SIZE, EngineConfig
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import sole_writer, write_json_atomically
@@ -22,19 +23,25 @@ from eagle_kit.eval.answers import (
     fingerprint,
 )
 from eagle_kit.eval.decoder import Decoder
-from eagle_kit.eval.engines import EvalEngine, MakeEngines, check_prompts, make_engines, open_drafts
+from eagle_kit.eval.engines import (
+    EvalEngine,
+    MakeEngines,
+    NamedSetting,
+    check_prompts,
+    make_engines,
+    open_drafts,
+    plain_options,
+)
+from eagle_kit.eval.promises import Promise, promise_of
 from eagle_kit.eval.report import plot, report
 from eagle_kit.eval.servers.measured_server import MeasuredServer
 from eagle_kit.eval.servers.server_answers import ServerAnswerStore
 from eagle_kit.eval.servers.server_checks import LabelledPrompt
 from eagle_kit.eval.servers.server_round import ServerRound
 from eagle_kit.eval.servers.server_rows import describe_servers, server_rows
-from eagle_kit.eval.summary import summarise
+from eagle_kit.eval.summary import Promises, summarise
 from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
 from eagle_kit.report.plots import require_matplotlib
-
-if TYPE_CHECKING:
-    from eagle_kit.drafts.files.draft import DraftFolder
 
 NAMED_OPTIONS = ("max_batch_size", "dtype", "device", "max_context")
 """Options of the engine that are in the settings by name. Others are in them where they differ from
@@ -55,21 +62,24 @@ def run_eval(
     command: str | None = None,
     engines: MakeEngines | None = None,
     servers: Sequence[MeasuredServer] = (),
+    settings: Sequence[NamedSetting] = (),
 ) -> dict[str, Any]:
-    """Measure drafts on tasks against plain decoding.
+    """Measure drafts and other settings on tasks against plain decoding.
 
     Writes answers.jsonl (as it goes), settings.json, summary.json and the plot into ``out`` and prints the
     report. Called again with the same ``out`` and options, it continues where it was interrupted.
 
     Args:
         target: a local folder, a hub id or a known name.
-        drafts: folders, hub ids or known names of drafts, by the names of :func:`name_drafts`;
-            without one plain decoding alone is measured.
+        drafts: folders, hub ids or known names of drafts, by the names of :func:`name_drafts`; each is
+            measured with the options and shapes of ``config``. Without drafts and settings plain decoding
+            alone is measured.
         out: folder of the results.
         quiet: no progress bar and no report on the terminal.
         command: kept in the summary; default the process's own command line.
-        engines: makes the engines from (target, drafts); default ``LLM``.
+        engines: makes the engines from (target, settings); default ``LLM``.
         servers: running servers of the same target, which get the same prompts as token ids.
+        settings: drafts with options of their own, and what drafts without a model, such as n-grams.
 
     Returns:
         The summary, see summary.summarise; ``paths`` in it names the files.
@@ -81,40 +91,57 @@ def run_eval(
     if config.plots:
         require_matplotlib("give --no-plots")
 
-    # Open the drafts, before the target is loaded, and read the tasks.
-    opened = {} if engines is not None else open_drafts(target, drafts)
-    runs = [PLAIN, *(Setting(name, shape) for name in drafts for shape in config.shapes)]
+    # Every draft is a setting. Open the drafts before the target is loaded.
+    engine = config.engine.replace(max_batch_size=config.engine.batch_size)
+    measured = [NamedSetting(name, str(draft), engine, config.shapes) for name, draft in drafts.items()]
+    for setting in settings:
+        own_size = setting.engine.max_batch_size or engine.max_batch_size
+        measured.append(replace(setting, engine=setting.engine.replace(max_batch_size=own_size)))
+    if engines is None:
+        measured = open_drafts(target, measured)
+    urls = {server.name: server.url for server in servers}
+    _check_names(measured, urls)
+
+    # Read the tasks, and describe the run.
+    runs = [PLAIN]
+    for setting in measured:
+        runs += [Setting(setting.name, shape) for shape in setting.shapes]
     tasks = []
     for task in load_tasks(config.tasks):
-        limited = task.limited(config.limit, config.seed)
+        limited = task.limited(config.limit, config.seeds[0])
         tasks.append(limited.given(config.chat_template_kwargs))
-    settings = _settings(target, drafts, opened, config, tasks)
-    urls = {server.name: server.url for server in servers}
-    if urls.keys() & drafts.keys():
-        raise UserError("A server has the name of a draft.", "Give each a name of its own with --name.")
+    described = _settings(target, drafts, measured, config, engine, tasks)
     if urls:
-        settings["servers"] = urls
+        described["servers"] = urls
 
     with sole_writer(Path(out), Path(out) / LOCK):
         # Decode what an earlier run with the same settings has not.
-        store = AnswerStore(Path(out), settings, runs)
-        params = SamplingParams(max_tokens=config.max_tokens)
-        batch_size = config.engine.max_batch_size or DEFAULT_BATCH_SIZE
+        store = AnswerStore(Path(out), described, runs)
+        params = SamplingParams(max_tokens=config.max_tokens, top_p=config.top_p)
         round = ServerRound(servers, ServerAnswerStore(Path(out))) if servers else None
-        decoder = Decoder(tasks, runs, params, batch_size, store, show_progress=not quiet, servers=round)
+        decoder = Decoder(
+            tasks,
+            runs,
+            config.rounds,
+            params,
+            engine.batch_size,
+            store,
+            show_progress=not quiet,
+            servers=round,
+        )
         if decoder.num_pending:
             for server in servers:
                 _ = server.facts  # refused before the target is loaded
             if engines is None:
-                engines = _default_engines(config.engine, len(runs), quiet)
-            given = [opened.get(name, str(draft)) for name, draft in drafts.items()]
-            made = dict(zip([None, *drafts], engines(str(target), given), strict=True))
+                engines = _default_engines(plain_options(engine), len(runs), quiet)
+            names = [None, *(setting.name for setting in measured)]
+            made = dict(zip(names, engines(str(target), measured), strict=True))
             plain = made[None]
             check_prompts(plain, tasks)
             if not (quiet or has_chat_template(plain.tokenizer)):
                 print(NO_TEMPLATE)
             if round is not None:
-                _start_servers(round, target, plain, tasks, config)
+                _start_servers(round, target, plain, tasks, engine.batch_size, config.max_tokens)
             store.start(_about(target, plain, command))
             try:
                 decoder.run(made)
@@ -122,12 +149,31 @@ def run_eval(
                 plain.close()
 
         # Summarise all answers.
+        promises: dict[tuple[str | None, float], Promise] = {}
+        for setting in measured:
+            for temperature in config.temperatures:
+                promises[setting.name, temperature] = promise_of(setting, plain_options(engine), temperature)
         paths = {name: str(path) for name, path in drafts.items()}
-        return _finish(store, runs, tasks, paths, config.plots, quiet, round)
+        return _finish(store, runs, tasks, promises, paths, config, quiet, round)
+
+
+def _check_names(settings: Sequence[NamedSetting], urls: Mapping[str, str]) -> None:
+    """Raise UserError for a name that two settings have, or a setting and a server."""
+    names = [setting.name for setting in settings]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"Two settings have the name {twice}.", "Give each a name of its own.")
+    if urls.keys() & set(names):
+        raise UserError("A server has the name of a draft.", "Give each a name of its own with --name.")
 
 
 def _start_servers(
-    round: ServerRound, target: str | Path, engine: EvalEngine, tasks: Sequence[Task], config: EvalConfig
+    round: ServerRound,
+    target: str | Path,
+    engine: EvalEngine,
+    tasks: Sequence[Task],
+    batch_size: int,
+    max_tokens: int,
 ) -> None:
     """Check the servers on every first turn, and warm them up on the first prompts."""
     prompts = []
@@ -135,61 +181,84 @@ def _start_servers(
         for prompt in task.prompts:
             label = f"The prompt {prompt.id} of {task.name}"
             prompts.append(LabelledPrompt(label, engine.tokenize_task(prompt.given())))
-    batch_size = config.engine.max_batch_size or DEFAULT_BATCH_SIZE
     warm_up = [prompt.ids for prompt in prompts[:batch_size]]
-    round.start(target, engine, prompts, warm_up, config.max_tokens)
+    round.start(target, engine, prompts, warm_up, max_tokens)
 
 
 def _settings(
     target: str | Path,
     drafts: Mapping[str, str | Path],
-    opened: "Mapping[str, DraftFolder]",
+    measured: Sequence[NamedSetting],
     config: EvalConfig,
+    engine: EngineConfig,
     tasks: Sequence[Task],
 ) -> dict[str, Any]:
     """Everything that decides the answers and their speed; a run is not resumed with other
     settings.
 
     Args:
-        opened: the drafts that were opened, by name.
+        drafts: those among ``measured`` that have the options of ``engine``.
     """
-    engine = config.engine
-    fingerprints = {}
-    for name, draft in drafts.items():
-        path = opened[name].path if name in opened else draft
-        fingerprints[name] = fingerprint(path) or str(path)
+    fingerprints = {setting.name: _draft_fingerprint(setting) for setting in measured}
     settings: dict[str, Any] = {
         "target": str(target),
         "target_fingerprint": fingerprint(target),
-        "drafts": fingerprints,
+        "drafts": {name: fingerprints[name] for name in drafts},
         "shapes": list(config.shapes) if drafts else [],
         "tasks": {task.name: task.fingerprint for task in tasks},
         "max_tokens": config.max_tokens,
         "limit": config.limit,
-        "batch_size": engine.max_batch_size or DEFAULT_BATCH_SIZE,
-        "seed": config.seed,
+        "batch_size": engine.batch_size,
+        "seed": config.seeds[0],
         "dtype": engine.dtype,
         "device": engine.device,
         "max_context": engine.max_context,
     }
+
+    # Sampling. Greedy decoding reads the first seed only.
+    if any(config.temperatures):
+        settings["temperatures"] = list(config.temperatures)
+        settings["seeds"] = list(config.seeds)
+        settings["top_p"] = config.top_p
     if config.chat_template_kwargs:
         settings["chat_template_kwargs"] = config.chat_template_kwargs
 
-    # Other options of the engine. The seed decides nothing, since decoding is greedy.
-    settings |= engine.model_dump(
-        mode="json",
-        exclude={*NAMED_OPTIONS, "seed", "chat_template"},
-        exclude_defaults=True,
-    )
-    if engine.chat_template is not None:
-        # The hash, since the file may change.
-        template = read_chat_template(engine.chat_template)
-        settings["chat_template"] = hashlib.sha256(template.encode()).hexdigest()[:16]
+    # Other options of the engine, and the settings that have their own.
+    settings |= _other_options(engine, NAMED_OPTIONS)
+    named = {}
+    for setting in measured:
+        if setting.name not in drafts:
+            named[setting.name] = {
+                "draft": fingerprints[setting.name],
+                "shapes": list(setting.shapes),
+                **_other_options(setting.engine, ("shape",)),
+            }
+    if named:
+        settings["settings"] = named
     return settings | _speed_settings()
 
 
+def _draft_fingerprint(setting: NamedSetting) -> str | None:
+    """Fingerprint of a setting's draft; its name where it is no folder, None where there is none."""
+    if setting.draft is None:
+        return None
+    path = setting.draft if isinstance(setting.draft, str | Path) else setting.draft.path
+    return fingerprint(path) or str(path)
+
+
+def _other_options(engine: EngineConfig, named: Sequence[str]) -> dict[str, Any]:
+    """Options of an engine that differ from their defaults, without the ``named`` ones and the seed, since
+    every response that is sampled has one of its own."""
+    options = engine.model_dump(mode="json", exclude={*named, "seed", "chat_template"}, exclude_defaults=True)
+    if engine.chat_template is not None:
+        # The hash, since the file may change.
+        template = read_chat_template(engine.chat_template)
+        options["chat_template"] = hashlib.sha256(template.encode()).hexdigest()[:16]
+    return options
+
+
 def _default_engines(config: EngineConfig, num_settings: int, quiet: bool) -> MakeEngines:
-    """``LLM`` for every draft, without recordings of cycles where they would be too many."""
+    """``LLM`` for every setting, without recordings of cycles where they would be too many."""
     records = num_settings <= MOST_RECORDED
     if not records and not quiet:
         print(f"note: cycles on a CPU are not recorded, {num_settings} settings would keep too many.")
@@ -216,8 +285,9 @@ def _finish(
     store: AnswerStore,
     runs: list[Setting],
     tasks: list[Task],
+    promises: Promises,
     drafts: dict[str, str],
-    plots: bool,
+    config: EvalConfig,
     quiet: bool,
     round: ServerRound | None,
 ) -> dict[str, Any]:
@@ -228,17 +298,21 @@ def _finish(
         "seed": store.settings["seed"],
         "settings": store.settings,
         "drafts": [{"name": name, "path": path} for name, path in drafts.items()],
-        **summarise(store.answers, runs, [task.name for task in tasks]),
+        **summarise(store.answers, runs, [task.name for task in tasks], promises),
     }
+    summary["passed"] = summary["greedy_identical"] is not False and summary["seeded_identical"] is not False
     paths = {"answers": str(store.folder / ANSWERS_FILE), "summary": str(store.folder / SUMMARY_FILE)}
     if round is not None:
         # Servers are rows of the same table.
         records = round.store.records
         urls = {server.name: server.url for server in round.servers}
-        summary["rows"] += server_rows(records, list(urls), [task.name for task in tasks])
+        for temperature in config.temperatures:
+            numbers = [each.number for each in config.rounds if each.temperature == temperature]
+            names = [task.name for task in tasks]
+            summary["rows"] += server_rows(records, list(urls), names, temperature, numbers)
         summary["servers"] = describe_servers(records, urls)
         paths["servers"] = str(round.store.path)
-    if plots:
+    if config.plots:
         picture = plot(summary, store.folder)
         if picture is not None:
             paths["plot"] = str(picture)

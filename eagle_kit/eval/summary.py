@@ -6,43 +6,71 @@ seconds) on the same prompts in the same run.
 """
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.eval.answers import PLAIN, Answer, Setting
+from eagle_kit.eval.promises import Promise
 
 ALL = "all"
 """The task or category of a row that adds all of them up."""
+Promises = Mapping[tuple[str | None, float], Promise]
+"""By the name of a setting and the temperature."""
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
+"""97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; the last one stands for more, which is
+on the safe side."""
 
 
-def summarise(answers: Sequence[Answer], runs: Sequence[Setting], tasks: Sequence[str]) -> dict[str, Any]:
+def summarise(
+    answers: Sequence[Answer],
+    runs: Sequence[Setting],
+    tasks: Sequence[str],
+    promises: Promises = MappingProxyType({}),
+) -> dict[str, Any]:
     """Add answers up.
 
     Args:
         answers: of complete prompts, every setting's.
         runs: the settings, plain first.
         tasks: task names, in the order to show.
+        promises: of settings at temperatures; settings that are missing promise the text.
 
     Returns:
-        ``rows``: one per setting and per (task, category): all tasks together (``"all", "all"``), each task
-        (``task, "all"``), and each category of a task that has several. See :func:`_row` for the fields.
-        ``num_prompts``: user turns measured. ``num_compared``: answers compared with the plain one.
-        ``greedy_identical``: whether all of them equal it (None when nothing was compared).
-        ``differences``: the answers that do not, with their first difference.
+        ``rows``: for each temperature, one per setting and per (task, category): all tasks together
+        (``"all", "all"``), each task (``task, "all"``), and each category of a task that has several. See
+        :func:`_row` for the fields.
+        ``num_prompts``: user turns measured. ``num_compared``: answers whose text has to equal the plain one.
+        ``greedy_identical`` and ``seeded_identical``: whether all of them do, greedy ones and samples (None
+        when nothing was compared). ``differences``: the answers that do not, with their first difference.
     """
-    rows = [_row(run, part) for part in _parts(answers, tasks) for run in runs]
-    compared = [answer for answer in answers if answer.identical is not None]
+    rows = []
+    for temperature in dict.fromkeys(answer.temperature for answer in answers):
+        of_temperature = [answer for answer in answers if answer.temperature == temperature]
+        for part in _parts(of_temperature, tasks):
+            for run in runs:
+                promise = promises.get((run.draft, temperature), Promise.TEXT)
+                about = {"temperature": temperature, "promise": None if run == PLAIN else promise.value}
+                rows.append({**about, **_row(run, part)})
+    compared = []
+    for answer in answers:
+        promise = promises.get((answer.draft, answer.temperature), Promise.TEXT)
+        if answer.identical is not None and promise is Promise.TEXT:
+            compared.append(answer)
     return {
         "num_prompts": sum(answer.setting == PLAIN for answer in answers),
         "rows": rows,
         "num_compared": len(compared),
-        "greedy_identical": all(answer.identical for answer in compared) if compared else None,
+        "greedy_identical": _all_identical([each for each in compared if each.temperature == 0]),
+        "seeded_identical": _all_identical([each for each in compared if each.temperature > 0]),
         "differences": [
             {
                 "task": answer.task,
                 "id": answer.id,
                 "turn": answer.turn,
+                "temperature": answer.temperature,
+                "seed": answer.seed,
                 "draft": answer.draft,
                 "shape": answer.shape,
                 "difference": answer.difference,
@@ -53,13 +81,25 @@ def summarise(answers: Sequence[Answer], runs: Sequence[Setting], tasks: Sequenc
     }
 
 
+def _all_identical(compared: Sequence[Answer]) -> bool | None:
+    """Whether all answers equal the plain ones; None without any."""
+    return all(answer.identical for answer in compared) if compared else None
+
+
 def find_row(
-    summary: dict[str, Any], draft: str | None, shape: str, task: str = ALL, category: str = ALL
+    summary: dict[str, Any],
+    draft: str | None,
+    shape: str,
+    task: str = ALL,
+    category: str = ALL,
+    temperature: float | None = None,
 ) -> dict[str, Any]:
-    """The row of a setting; ``find_row(summary, None, "none")`` is plain decoding. Raises KeyError."""
+    """The row of a setting; ``find_row(summary, None, "none")`` is plain decoding. Without a temperature, the
+    row of the first one. Raises KeyError."""
     key = (draft, shape, task, category)
     for row in summary["rows"]:
-        if (row["draft"], row["shape"], row["task"], row["category"]) == key:
+        is_wanted = temperature is None or row["temperature"] == temperature
+        if is_wanted and (row["draft"], row["shape"], row["task"], row["category"]) == key:
             return row
     raise KeyError(key)
 
@@ -96,8 +136,10 @@ def _row(run: Setting, part: _Part) -> dict[str, Any]:
     whose draft token at depth d + 1 reached the output. ``histogram[n]``: verifies that emitted n tokens.
     ``decode_tokens_per_s``: decoding alone, first tokens (prefill) not counted. ``speedup``: of each answer
     over plain decoding's of the same turn, the median, which a stall of the machine does not move;
-    ``speedup_of_totals``: ratio of the tokens per second. ``prefill_s``: mean seconds to the first token.
-    ``num_different``: answers that differ from the plain ones. Values without data are None.
+    ``speedup_of_totals``: ratio of the tokens per second. ``accept_length_error`` and ``speedup_error``: half
+    of the 95 % interval of the mean over seeds (Student's t); None with fewer than two seeds. ``prefill_s``:
+    mean seconds to the first token. ``num_different``: answers that differ from the plain ones. Values
+    without data are None.
     """
     answers = part.of(run)
     plain = part.of(PLAIN)
@@ -118,15 +160,51 @@ def _row(run: Setting, part: _Part) -> dict[str, Any]:
         "num_tokens": sum(len(answer.token_ids) for answer in answers),
         "num_verifies": stats.num_verifies,
         "accept_length": stats.accept_length if stats.num_verifies else None,
+        "accept_length_error": half_interval(_by_seed(answers, plain, _accept_length)),
         "acceptance_per_position": stats.acceptance_per_position,
         "histogram": stats.histogram,
         "decode_tokens_per_s": speed,
         "speedup": median_speedup(answers, plain),
+        "speedup_error": half_interval(_by_seed(answers, plain, median_speedup)),
         "speedup_of_totals": speedup_of_totals,
         "decode_s": sum(answer.decode_share_s for answer in answers),
         "prefill_s": sum(answer.prefill_s for answer in answers) / len(answers) if answers else None,
         "num_different": sum(answer.identical is False for answer in answers),
     }
+
+
+def _by_seed(
+    answers: Sequence[Answer],
+    plain: Sequence[Answer],
+    figure: Callable[[list[Answer], list[Answer]], float | None],
+) -> list[float]:
+    """A figure of each seed's answers, where it has one."""
+    values = []
+    for seed in dict.fromkeys(answer.seed for answer in answers):
+        value = figure(
+            [answer for answer in answers if answer.seed == seed],
+            [answer for answer in plain if answer.seed == seed],
+        )
+        if value is not None:
+            values.append(value)
+    return values
+
+
+def _accept_length(answers: Sequence[Answer], plain: Sequence[Answer]) -> float | None:
+    """Tokens per verify; None without verifies."""
+    stats = SpecStats()
+    for answer in answers:
+        stats.add(answer.stats)
+    return stats.accept_length if stats.num_verifies else None
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half of the 95 % interval of a mean, by Student's t; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    degrees = len(values) - 1
+    quantile = T_QUANTILES[min(degrees, len(T_QUANTILES)) - 1]
+    return quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
 def median_speedup(answers: Iterable[Answer], plain: Iterable[Answer]) -> float | None:

@@ -25,7 +25,9 @@ def log_evaluation(summary: dict[str, Any], tracking: TrackingConfig, out: str |
     figures: dict[str, float] = {}
     for row in summary["rows"]:
         place = "/".join(str(row[name] or "plain") for name in SETTING)
+        if row.get("temperature"):
+            place = f"T{row['temperature']:g}/{place}"
         for name, value in row.items():
-            if name not in SETTING and isinstance(value, int | float):
+            if name not in (*SETTING, "temperature") and isinstance(value, int | float):
                 figures[f"{place}/{name}"] = value
     log_figures(tracking.project, tracking.wandb_options(out), summary["settings"], figures)

@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.cli import app, diagnose, evaluate, generate, serve_flags, tune
+from eagle_kit.cli import app, diagnose, generate, serve_flags, tune
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.config.engine import EngineConfig, NgramConfig
 from eagle_kit.config.loading.flags import options_of
@@ -177,7 +177,7 @@ def test_switches_of_the_server_reach_its_options(capsys):
         (["tune", "draft"], tune.FLAGS, EngineConfig, {"--kv-dtype": ("kv_dtype", "fp8_e4m3")}),
         (["tune", "draft"], tune.FLAGS, EngineConfig, {"--graph-mode": ("graph_mode", "off")}),
         (["tune", "draft"], tune.FLAGS, EngineConfig, {"--batch-size": ("max_batch_size", 5)}),
-        (["eval"], evaluate.ENGINE_FLAGS, EngineConfig, {**LOADING, **RANKS}),
+        (["eval"], serve_flags.ENGINE_FLAGS, EngineConfig, {**LOADING, **RANKS}),
         (["diagnose", "draft"], diagnose.ENGINE_FLAGS, EngineConfig, LOADING),
         (
             ["diagnose", "draft"],
@@ -199,23 +199,26 @@ def test_flags_of_other_commands_reach_their_options(command, flags, schema, tab
     assert found == {name: str(value) for name, value in fields_of(table).items()}
 
 
-@pytest.mark.parametrize(("identical", "code"), [(True, 0), (False, 1), (None, 0)])
-def test_every_flag_of_an_evaluation_reaches_it(monkeypatch, tmp_path, identical, code):
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_every_flag_of_an_evaluation_reaches_it(monkeypatch, tmp_path, passed, code):
     asked = []
 
-    def run_eval(target, drafts, config, *, out):
+    def run_eval(target, drafts, config, *, out, servers, settings):
         asked.append((target, drafts, config, out))
-        return {"greedy_identical": identical}
+        assert not servers and not settings
+        return {"passed": passed}
 
     monkeypatch.setattr("eagle_kit.eval.runner.run_eval", run_eval)
     words = ["--target", "t", "--draft", "a", "b", "--name", "x", "y", "--out", str(tmp_path)]
     words += ["--tasks", "one", "two", "--shapes", "3,1,4", "auto", "--max-tokens", "9", "--limit", "4"]
-    words += ["--seed", "2", "--no-plots", "--batch-size", "3", "--chat-template-kwargs", '{"a": 1}']
+    words += ["--temperature", "0", "0.5", "--top-p", "0.75", "--seed", "2", "7", "--no-plots"]
+    words += ["--batch-size", "3", "--chat-template-kwargs", '{"a": 1}']
     assert app.main(["eval", *words]) == code
     ((target, drafts, config, out),) = asked
     assert (target, drafts, out) == ("t", {"x": "a", "y": "b"}, tmp_path)
     assert (config.tasks, config.shapes) == (("one", "two"), ("3,1,4", "auto"))
-    assert (config.max_tokens, config.limit, config.seed, config.plots) == (9, 4, 2, False)
+    assert (config.max_tokens, config.limit, config.plots) == (9, 4, False)
+    assert (config.temperatures, config.top_p, config.seeds) == ((0.0, 0.5), 0.75, (2, 7))
     assert (config.engine.max_batch_size, config.chat_template_kwargs) == (3, {"a": 1})
 
 
@@ -237,11 +240,11 @@ def test_an_evaluation_is_one_run_of_wandb_however_often_it_is_asked_for(monkeyp
 
     row = {"task": "ours", "category": "all", "shape": "4,1,5", "accept_length": 2.5, "speedup": None}
     summary = {
-        "greedy_identical": True,
+        "passed": True,
         "settings": {"max_tokens": 9},
         "rows": [{**row, "draft": "x"}, {**row, "draft": None, "shape": "none", "accept_length": None}],
     }
-    monkeypatch.setattr("eagle_kit.eval.runner.run_eval", lambda *given, out: summary)
+    monkeypatch.setattr("eagle_kit.eval.runner.run_eval", lambda *given, out, **others: summary)
     monkeypatch.setattr(wandb, "init", note)
     monkeypatch.setattr(wandb.Run, "finish", note_summary)
     words = ["eval", "--target", "t", "--draft", "x", "--out", str(tmp_path)]

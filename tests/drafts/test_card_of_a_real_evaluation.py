@@ -14,6 +14,7 @@ from tiny_run import make_target
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.drafts.files.export import Facts, export_draft
+from eagle_kit.eval.engines import NamedSetting
 from eagle_kit.eval.runner import name_drafts, run_eval
 from eagle_kit.eval.summary import find_row
 from eagle_kit.models.loading.loader import load_target
@@ -21,9 +22,9 @@ from eagle_kit.models.loading.loader import load_target
 METADATA = {"command": "accelerate launch train configs/a.yaml", "tokens_seen": 123456, "seconds": 62.0}
 
 
-def engines(target: str, drafts: Sequence[str]) -> list[Any]:
+def engines(target: str, settings: Sequence[NamedSetting]) -> list[Any]:
     """Plain decoding, and drafts of which two tokens are always accepted."""
-    return [FakeLLM(None), *(FakeLLM(draft, 2) for draft in drafts)]
+    return [FakeLLM(None), *(FakeLLM(setting.draft, 2) for setting in settings)]
 
 
 @pytest.fixture(scope="module")

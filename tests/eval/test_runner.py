@@ -12,6 +12,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import sole_writer
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.eval.decoder import batch_decode_seconds
+from eagle_kit.eval.engines import NamedSetting
 from eagle_kit.eval.identity import first_difference
 from eagle_kit.eval.report import identity_lines
 from eagle_kit.eval.runner import name_drafts, run_eval
@@ -39,12 +40,14 @@ class Fakes:
         self.calls: list[tuple[str | None, str, list[Any]]] = []
         self.loads = 0
 
-    def __call__(self, target: str, drafts: Sequence[str]) -> list[Any]:
+    def __call__(self, target: str, settings: Sequence[NamedSetting]) -> list[Any]:
         self.loads += 1
+        self.settings = settings
         wrong = self.options.get("wrong", {})
         others = {key: value for key, value in self.options.items() if key != "wrong"}
-        made = [FakeLLM(None, calls=self.calls, **others)]
-        for draft in drafts:
+        made = self.engines = [FakeLLM(None, calls=self.calls, **others)]
+        for setting in settings:
+            draft = str(setting.draft or setting.name)
             made.append(FakeLLM(draft, int(draft[-1]), wrong.get(draft), calls=self.calls, **others))
         return made
 
@@ -66,12 +69,15 @@ def evaluate(prompts: Path, out: Path, fakes: Fakes, **options: Any) -> dict[str
     drafts = name_drafts(given.pop("drafts"), given.pop("draft_names", None))
     command, quiet = given.pop("command", None), given.pop("quiet", True)
     target = given.pop("target", "a-target")
+    settings = given.pop("settings", ())
     engine = EngineConfig(
-        **{name: given.pop(name) for name in EngineConfig.model_fields if name in given and name != "seed"},
+        **{name: given.pop(name) for name in EngineConfig.model_fields if name in given},
         max_batch_size=given.pop("batch_size", 1),
     )
     config = EvalConfig(tasks=(str(prompts),), engine=engine, **given)
-    return run_eval(target, drafts, config, out=out, quiet=quiet, command=command, engines=fakes)
+    return run_eval(
+        target, drafts, config, out=out, quiet=quiet, command=command, engines=fakes, settings=settings
+    )
 
 
 def records(out: Path) -> list[dict[str, Any]]:
@@ -104,7 +110,7 @@ def test_every_prompt_is_decoded_by_every_setting_and_written_down(prompts: Path
 def test_summary_says_what_it_ran_on(prompts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "somewhere" / "a-target"
     folder.mkdir(parents=True)
-    options = {"seed": 5, "command": "eagle-kit eval something"}
+    options = {"seeds": [5], "command": "eagle-kit eval something"}
     evaluate(prompts, tmp_path / "out", Fakes(), target=str(folder), **options)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["command"] == "eagle-kit eval something" and summary["seed"] == 5
@@ -226,7 +232,9 @@ def test_a_line_cut_off_by_a_crash_is_decoded_again(prompts: Path, tmp_path: Pat
         ({"max_context": 96}, "max_context"),
         ({"batch_size": 2}, "batch_size"),
         ({"limit": 9}, "limit"),
-        ({"seed": 1}, "seed"),
+        ({"seeds": [1]}, "seed"),
+        ({"temperatures": [0.0, 1.0]}, "temperatures"),
+        ({"settings": [NamedSetting("more2", None, EngineConfig(), ("2,1,3",))]}, "settings"),
         ({"target": "another"}, "target"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"device": "cpu"}, "device"),
@@ -276,7 +284,7 @@ def test_answers_without_their_settings_are_refused(prompts: Path, tmp_path: Pat
 def test_the_seed_draws_the_prompts(prompts: Path, tmp_path: Path) -> None:
     drawn = set()
     for seed in range(8):
-        evaluate(prompts, tmp_path / str(seed), Fakes(), seed=seed, limit=2, drafts=[])
+        evaluate(prompts, tmp_path / str(seed), Fakes(), seeds=[seed], limit=2, drafts=[])
         drawn.add(frozenset(record["id"] for record in records(tmp_path / str(seed))))
     assert len(drawn) > 1 and {len(ids) for ids in drawn} == {2}
 
@@ -411,8 +419,8 @@ def test_a_target_without_a_chat_template_continues_single_prompts_and_says_so(
 ) -> None:
     fakes = Fakes()
 
-    def base(target: str, drafts: Sequence[str]) -> list[Any]:
-        engines = fakes(target, drafts)
+    def base(target: str, settings: Sequence[NamedSetting]) -> list[Any]:
+        engines = fakes(target, settings)
         for engine in engines:
             engine.tokenizer.chat_template = None
         return engines
@@ -435,3 +443,64 @@ def test_a_run_with_another_chat_template_is_not_gone_on_with(prompts: Path, tmp
     template.write_text("{{ messages[0] }}")
     with pytest.raises(UserError, match="chat_template"):
         evaluate(prompts, tmp_path / "out", Fakes(), chat_template=template)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_every_temperature_and_seed_decodes_every_prompt_with_seeds_of_their_own(
+    prompts: Path, tmp_path: Path, batch_size: int
+) -> None:
+    fakes = Fakes()
+    summary = evaluate(
+        prompts,
+        tmp_path / "out",
+        fakes,
+        temperatures=[0.0, 1.0],
+        seeds=[3, 4],
+        top_p=0.9,
+        shapes=["2,1,3"],
+        batch_size=batch_size,
+    )
+    found = records(tmp_path / "out")
+    rounds = {(r["temperature"], r["seed"]) for r in found}
+    assert rounds == {(0.0, 3), (1.0, 3), (1.0, 4)} and len(found) == 2 * 6 * 3
+
+    # A sample's seed depends on the prompt and on the seed, and is the same in every setting.
+    plain, drafted = ([p for p in each.params if p.cache_salt != "warm-up"] for each in fakes.engines)
+    assert [p.seed for p in plain] == [p.seed for p in drafted]
+    sampled = [p for p in plain if p.temperature]
+    assert len({p.seed for p in sampled}) == len(sampled) == 12
+    assert {(p.temperature, p.top_p) for p in sampled} == {(1.0, 0.9)}
+
+    # N-grams and prefixes of one pass are not those of another, nor another setting's.
+    assert len({p.cache_salt for p in [*plain, *drafted]}) == 2 * 3
+    row = find_row(summary, "head1", "2,1,3", temperature=1.0)
+    assert (row["num_answers"], row["promise"]) == (12, "text")
+    assert summary["seeded_identical"] is True and summary["greedy_identical"] is True
+
+
+def test_samples_with_a_seed_that_differ_fail_a_run_by_name(prompts: Path, tmp_path: Path) -> None:
+    fakes = Fakes(wrong={"head1": {4: VOCABULARY - 1}})
+    summary = evaluate(prompts, tmp_path / "out", fakes, temperatures=[0.5], seeds=[8], shapes=["2,1,3"])
+    assert summary["greedy_identical"] is None and summary["seeded_identical"] is False
+    assert summary["passed"] is False
+    lines = identity_lines(summary)
+    assert lines[0].startswith("seeded identical: no (6 of 6")
+    assert "T 0.5, seed 8" in lines[1]
+
+
+def test_a_setting_has_its_own_engine_and_shape_and_lossy_ones_fail_nothing(
+    prompts: Path, tmp_path: Path
+) -> None:
+    fakes = Fakes(wrong={"fp2": {4: VOCABULARY - 1}})
+    lossy = EngineConfig(kv_dtype="fp8_e4m3", max_batch_size=4)
+    settings = [NamedSetting("fp2", None, lossy, ("none",))]
+    summary = evaluate(prompts, tmp_path / "out", fakes, settings=settings, shapes=["2,1,3"])
+    ours, given = fakes.settings
+    assert (ours.engine.kv_dtype, ours.engine.max_batch_size) == ("auto", 1)
+    assert (given.engine.kv_dtype, given.engine.max_batch_size) == ("fp8_e4m3", 4)
+    row = find_row(summary, "fp2", "none")
+    assert (row["promise"], row["num_different"]) == ("nothing", 6)
+    assert summary["passed"] is True and summary["num_compared"] == 6
+    assert summary["settings"]["settings"]["fp2"]["kv_dtype"] == "fp8_e4m3"
+    with pytest.raises(UserError, match="fp2"):
+        evaluate(prompts, tmp_path / "twice", Fakes(), settings=[*settings, *settings])

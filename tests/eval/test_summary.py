@@ -8,7 +8,16 @@ from eagle_kit.eval.summary import find_row, summarise
 CHAIN = Setting("head", "4,1,5")
 
 
-def answer(run: Setting, task: str, number: int, category: str, emitted: list[int], seconds: float) -> Answer:
+def answer(
+    run: Setting,
+    task: str,
+    number: int,
+    category: str,
+    emitted: list[int],
+    seconds: float,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Answer:
     stats = SpecStats()
     for n in emitted:
         if run == PLAIN:
@@ -18,7 +27,22 @@ def answer(run: Setting, task: str, number: int, category: str, emitted: list[in
     same = None if run == PLAIN else True
     name = f"{category}{number}"
     return Answer(
-        task, name, category, 0, run.draft, run.shape, 9, ids, "length", stats, 0.5, seconds, seconds, same
+        task,
+        name,
+        category,
+        turn=0,
+        temperature=temperature,
+        seed=seed,
+        draft=run.draft,
+        shape=run.shape,
+        num_prompt_tokens=9,
+        token_ids=ids,
+        finish_reason="length",
+        stats=stats,
+        prefill_s=0.5,
+        decode_s=seconds,
+        decode_share_s=seconds,
+        identical=same,
     )
 
 
@@ -115,3 +139,21 @@ def test_identity_is_reported_with_the_first_difference() -> None:
     assert "1 differ" in table(summary)
     only_plain = summarise([answers[0]], [PLAIN], ["t"])
     assert only_plain["greedy_identical"] is None and "nothing to compare" in identity_lines(only_plain)[0]
+
+
+def test_temperatures_have_rows_and_seeds_an_interval() -> None:
+    answers = example()
+    for seed, length in ((0, 2), (1, 3)):
+        answers += [
+            answer(PLAIN, "t", 0, "a", [1] * 6, 1.0, temperature=1.0, seed=seed),
+            answer(CHAIN, "t", 0, "a", [length] * (6 // length), 1.0, temperature=1.0, seed=seed),
+        ]
+    summary = summarise(answers, [PLAIN, CHAIN], ["t", "u"])
+    assert find_row(summary, "head", "4,1,5")["accept_length"] == pytest.approx(60 / 47)
+    assert find_row(summary, "head", "4,1,5")["accept_length_error"] is None, "one seed"
+    row = find_row(summary, "head", "4,1,5", temperature=1.0)
+    assert row["accept_length"] == pytest.approx(12 / 5)
+    # Of 2 and 3 the standard deviation is 1 / sqrt 2, and Student's t of one degree is 12.706.
+    assert row["accept_length_error"] == pytest.approx(12.706 / 2)
+    assert "2.40 ± 6.35" in table(summary)
+    assert [line.split()[0] for line in table(summary).splitlines()[2:3]] == ["0"]

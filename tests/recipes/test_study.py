@@ -295,7 +295,7 @@ def test_heads_that_are_there_are_chosen_among_measured_and_compared(
     assert drafts["other 0.003 s3"] == tmp_path / "out" / "heads" / "other-0.003-s3"
     assert (measured.engine.max_batch_size, measured.engine.max_context, measured.plots) == (4, 96, False)
     assert measured.shapes == ("2,1,3", "2,2,4")
-    assert (measured.limit, measured.max_tokens, measured.seed) == (2, 12, 5)
+    assert (measured.limit, measured.max_tokens, measured.seeds) == (2, 12, (5,))
 
     # The comparison.
     arms = json.loads((tmp_path / "out" / "study.json").read_text())["arms"]

@@ -48,6 +48,7 @@ class FakeLLM:
     ) -> None:
         self.draft, self.accepted, self.wrong, self.stop_after = draft, accepted, wrong or {}, stop_after
         self.calls = [] if calls is None else calls
+        self.params: list[SamplingParams] = []
         self.max_context = max_context
         self._prompts: dict[tuple[int, ...], Any] = {}
         self.tokenizer = FakeTokenizer()
@@ -75,14 +76,19 @@ class FakeLLM:
         return out
 
     def chat(
-        self, prompts: Sequence[list[int]], params: SamplingParams | None = None, *, shape: str | None = None
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | None = None,
     ) -> list[RequestOutput]:
         assert params is not None and shape is not None
         self.calls.append((self.draft, shape, [self._prompts[tuple(ids)] for ids in prompts]))
         if self.stop_after is not None and len(self.calls) > self.stop_after:
             raise KeyboardInterrupt
         used = SpecShape.parse("3,1,4" if shape == "auto" else shape)
-        return [self._response(prompt, params, used) for prompt in prompts]
+        self.params += params
+        return [self._response(prompt, each, used) for prompt, each in zip(prompts, params, strict=True)]
 
     def _response(self, prompt_ids: list[int], params: SamplingParams, shape: SpecShape) -> RequestOutput:
         ids = list(prompt_ids)

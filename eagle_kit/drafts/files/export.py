@@ -245,6 +245,7 @@ def measured(summary: dict[str, Any], folders: tuple[Path, ...]) -> dict[str, An
         wanted = {folder.resolve() for folder in folders}
         names = [name for name, place in places.items() if place in wanted] or list(places)
         rows = [row for row in summary["rows"] if row["draft"] == names[0]]
+        rows = [row for row in rows if row.get("temperature", 0.0) == rows[0].get("temperature", 0.0)]
     except (KeyError, TypeError, IndexError):
         raise UserError(
             "The evaluation given is not the summary.json of a draft's evaluation.",

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.config.diagnose import DiagnoseConfig
-from eagle_kit.config.engine import DEFAULT_BATCH_SIZE
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.template import has_chat_template, template_hash
@@ -146,7 +145,7 @@ def diagnose_models(
     }
     if server is not None:
         costs[SERVER] = config.limit
-    stages = Stages(costs, sample=config.engine.max_batch_size or DEFAULT_BATCH_SIZE, shows_bar=not is_quiet)
+    stages = Stages(costs, sample=config.engine.batch_size, shows_bar=not is_quiet)
     try:
         # Responses of the target, and the draft's over them.
         responses = decode_responses(models.llm, config, stages)

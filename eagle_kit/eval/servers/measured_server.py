@@ -144,15 +144,21 @@ class MeasuredServer(OpenAIServer):
             self._gives_token_ids = False
             self.decode(prompts, params)
 
-    def decode(self, prompts: Sequence[list[int]], params: SamplingParams) -> ServedBatch:
+    def decode(
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> ServedBatch:
         """Decode prompts of token ids, all at once.
+
+        Args:
+            params: the same for all, or those of each prompt.
 
         Raises:
             UserError: the server refuses a prompt, does not answer, counts other tokens in a prompt, or
                 was restarted.
         """
         before = take_snapshot(self.url)
-        bodies = [self._body(ids, params) for ids in prompts]
+        of_each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        bodies = [self._body(ids, each) for ids, each in zip(prompts, of_each, strict=True)]
         responses = asyncio.run(self._send(bodies))
 
         # The prompts must have been read as they were sent.

@@ -98,7 +98,7 @@ class ServerRound:
         self,
         engine: EvalEngine,
         batch: ServedPrompts,
-        params: SamplingParams,
+        params: Sequence[SamplingParams],
         *,
         round: int,
         first: int,
@@ -108,7 +108,7 @@ class ServerRound:
 
         Args:
             engine: computes the logits where a text differs.
-            params: temperature, seed and length of the responses.
+            params: temperature, seed and length of each response.
             round: number of the temperature and seed.
             first: number of the server that goes first.
             on_answers: called with the number of new answers.
@@ -134,18 +134,18 @@ def _record(
     engine: EvalEngine,
     batch: ServedPrompts,
     served: ServedBatch,
-    params: SamplingParams,
+    params: Sequence[SamplingParams],
     round: int,
 ) -> ServedRecord:
     """The record of a batch, each response compared with the plain one."""
     facts = server.facts
-    is_comparable = params.temperature == 0 or (facts.engine == OURS and params.seed is not None)
     num_batch_tokens = sum(response.num_decode_tokens for response in served.responses)
     answers = []
     for index, response in enumerate(served.responses):
         identical = None
         difference = None
-        if is_comparable:
+        is_seeded = facts.engine == OURS and params[index].seed is not None
+        if params[index].is_greedy or is_seeded:
             difference = compare_texts(engine, batch.prompt_ids[index], batch.plain[index], response)
             identical = difference is None
         # Responses share the seconds of their batch by their decoded tokens.

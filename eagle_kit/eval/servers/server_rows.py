@@ -1,7 +1,7 @@
 """Records of servers added up to rows of an evaluation's table, and what is said about them."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,7 +58,11 @@ class _Part:
 
 
 def server_rows(
-    records: Sequence[ServedRecord], servers: Sequence[str], tasks: Sequence[str], round: int = 0
+    records: Sequence[ServedRecord],
+    servers: Sequence[str],
+    tasks: Sequence[str],
+    temperature: float = 0.0,
+    rounds: Collection[int] = (0,),
 ) -> list[dict[str, Any]]:
     """Rows with the fields of :func:`eagle_kit.eval.summary.summarise` for every server and part.
 
@@ -69,9 +73,10 @@ def server_rows(
         records: of all servers.
         servers: names, in the order to show.
         tasks: names, in the order to show.
-        round: number of the temperature and seed.
+        temperature: of the rows.
+        rounds: numbers of the rounds with this temperature.
     """
-    of_round = [record for record in records if record.round == round]
+    of_round = [record for record in records if record.round in rounds]
     rows = []
     for task, category in _parts(of_round, tasks):
         for server in servers:
@@ -82,7 +87,8 @@ def server_rows(
                 plain_part = None
                 if plain is not None:
                     plain_part = _part([r for r in of_round if r.server == plain], task, category)
-                rows.append(_row(of_server, part, plain_part, task, category))
+                row = _row(of_server, part, plain_part, task, category)
+                rows.append({"temperature": temperature, **row})
     return rows
 
 
