@@ -291,7 +291,7 @@ def _apply(line: CommandLine, given: Given) -> None:
         raise _refusal(given)
     if value is not None and not (overrides and overrides[0]):
         line.set(flag.option, given, value)
-    if value is not None and flag.takes == "many" and " " in value and flag.option != "batch_sizes":
+    if value is not None and flag.takes == "many" and len(value.split()) > 1 and flag.option != "batch_sizes":
         raise UserError(f"{given.text}: there is one value here.", "Give one.")
     for option, other in flag.sets.items():
         line.set(option, given, other)
