@@ -19,8 +19,11 @@ MAX_BAD_WORD_CHARS = 256
 MAX_SALT_CHARS = 256
 """Most characters of a cache salt; the base64 of 256 random bits has 43."""
 
-WHOLE_NUMBERS = ("max_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs")
-OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+WHOLE_NUMBERS = (
+    *("max_tokens", "top_k", "n", "seed"),
+    *("logprobs", "prompt_logprobs", "speculative_depth"),
+)
+OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "speculative_depth")
 """Whole numbers that may be None."""
 NUMBERS = (
     "temperature",
@@ -93,6 +96,8 @@ class SamplingParams:
         n: number of responses to the prompt, at least 1.
         prompt_logprobs: number of most likely alternatives to report for every token of the prompt, 0 to 20;
             None reports nothing. The prompt is computed whole, without cached pages.
+        speculative_depth: the greatest depth of a draft that may be accepted in a cycle; 0 decodes plainly,
+            also among requests with drafts; None has no limit. It does not change the response.
         structured_outputs: constraint that the response must match, or a mapping of its attributes such as
             ``{"json": schema}``.
 
@@ -129,6 +134,7 @@ class SamplingParams:
     cache_salt: str | None = None
     n: int = 1
     prompt_logprobs: int | None = None
+    speculative_depth: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -146,6 +152,7 @@ class SamplingParams:
             ("presence_penalty", -2.0, 2.0),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("speculative_depth", 0, math.inf),
             ("n", 1, math.inf),
         ):
             value = getattr(self, name)

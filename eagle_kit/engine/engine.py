@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.autotune.policy import ShapeChoice, ShapePolicy
+from eagle_kit.autotune.chooser import MAX_OFFSET
+from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason
@@ -627,9 +628,11 @@ class Engine:
         """Choose the shape of the next cycle."""
         if isinstance(self.shapes, ShapeTable):
             return self.shapes.at(self.runner.padded(len(decoding)))
+        if all(request.params.speculative_depth == 0 for request in decoding):
+            return NO_SPECULATION
         acceptances = []
         for request in decoding:
-            acceptance = request.stats.acceptance or self.shapes.new_request()
+            acceptance = request.stats.acceptance or self._new_acceptance(self.shapes, request)
             acceptance.num_pending = request.on_device.num_pending_draft_tokens
             request.stats.acceptance = acceptance
             acceptances.append(acceptance)
@@ -637,6 +640,14 @@ class Engine:
         if self.target.ranks is not None:  # choices depend on time
             chosen = self.target.ranks.agree(chosen)
         return chosen
+
+    @staticmethod
+    def _new_acceptance(policy: ShapePolicy, request: Request) -> RequestAcceptance:
+        """Statistics of a request for the policy; those of one without speculation expect no acceptance."""
+        acceptance = policy.new_request()
+        if request.params.speculative_depth == 0:
+            acceptance.offset = -MAX_OFFSET
+        return acceptance
 
     def shapes_at(self, batch_size: int) -> list[SpecShape]:
         """List the shapes that batches of a size may have."""
@@ -816,7 +827,9 @@ class Engine:
         """
         policy = self._policy
         acceptance = request.stats.acceptance
-        if policy is None or acceptance is None:
+        limit = request.params.speculative_depth
+        is_limited = limit is not None and limit < shape.steps
+        if policy is None or acceptance is None or is_limited:
             return
         if shape.steps:
             policy.observe(acceptance, shape, num_accepted)
@@ -840,6 +853,7 @@ class Engine:
             request.stats.shapes[new.shape] += 1
             num_accepted = min(new.num_tokens, new.num_emitted - 1)
             request.stats.spec.observe(new.num_tokens, num_accepted)
+            request.stats.num_draft_tokens += new.num_draft_tokens
         self._counted.append((new.num_tokens, num_accepted, new.num_draft_tokens or 0))
 
     def _add_to_totals(self) -> None:

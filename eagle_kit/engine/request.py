@@ -137,6 +137,7 @@ class RequestStats:
         shapes: cycles in each shape.
         uncounted: new tokens that are not in the statistics yet, the oldest first.
         acceptance: what the policy of shapes knows of this request; None where shapes are given.
+        num_draft_tokens: draft tokens that were verified.
         num_cached_tokens: prompt tokens that the prefix cache held when prefill began first.
         num_preemptions: times that the request gave way to another.
         admitted_at, first_token_at, last_token_at: ``time.perf_counter()`` seconds; 0.0 before.
@@ -146,6 +147,7 @@ class RequestStats:
     shapes: Counter[SpecShape] = field(default_factory=Counter)
     uncounted: deque[UncountedTokens] = field(default_factory=deque)
     acceptance: "RequestAcceptance | None" = None
+    num_draft_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     admitted_at: float = 0.0

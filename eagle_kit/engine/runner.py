@@ -147,6 +147,7 @@ class CycleInputs(NamedTuple):
         window: the window to verify, if the host needs it before verification; None if the cycle proposes it.
         is_masked: True if grammars mask the logits of ``window``, by the masks of the slots.
         shard: requests that this rank computes attention for, in data-parallel attention; else None.
+        depth_limits: int64 ``[B]``, the greatest depth of a draft that may be accepted; None without limits.
     """
 
     slot_ids: torch.Tensor
@@ -154,6 +155,7 @@ class CycleInputs(NamedTuple):
     window: DraftOutput | None = None
     is_masked: bool = False
     shard: ShardRequests | None = None
+    depth_limits: torch.Tensor | None = None
 
 
 class Batch(NamedTuple):
@@ -798,14 +800,15 @@ class Runner:
 
         # N-gram drafts come from the host.
         tree = None
-        num_draft_tokens = [shape.tokens - 1] * len(requests)
+        num_draft_tokens = [_num_draft_tokens(request, shape) for request in requests]
         if ngram is not None and shape.steps:
             with self._ranges("ngram"):
                 found = self._ngram_draft(requests, batch.padding, ngram, shape)
-            num_draft_tokens = found.num_drafts[: len(requests)].tolist()
+            num_found = found.num_drafts[: len(requests)].tolist()
+            num_draft_tokens = [min(pair) for pair in zip(num_found, num_draft_tokens, strict=True)]
             # A batch in which few drafts were found has smaller windows, where no graph fixes their size.
             if self.target.ranks is None and not self.graphs.has_fixed_shapes:
-                found = found.cut(_rounded_nodes(max(num_draft_tokens), shape.tokens))
+                found = found.cut(_rounded_nodes(max(num_found), shape.tokens))
             # The first rank's log may hold tokens that a stop text removed, so all ranks take its drafts.
             tree = agree_tree(to_tree(found, self.device), self.target.ranks)
 
@@ -871,7 +874,13 @@ class Runner:
 
         # Requests of this rank, in data-parallel attention.
         shards = [request.sequence.allocation.shard for request in requests]
-        inputs = CycleInputs(slot_ids, sampling, shard=self._shard_requests(shards, len(slot_ids)))
+        shard = self._shard_requests(shards, len(slot_ids))
+        inputs = CycleInputs(slot_ids, sampling, shard=shard)
+
+        # Limits of the depth of drafts.
+        if any(request.params.speculative_depth is not None for request in requests):
+            limits = [_depth_limit(request) for request in requests] + [MAX_WINDOW] * padding
+            inputs = inputs._replace(depth_limits=self._tensor(limits))
 
         self._batch = Batch(
             requests, sequences, own_unit, unit, padding, inputs, num_logprobs, wants_logprobs, matches
@@ -1169,8 +1178,10 @@ class Runner:
         may_capture: bool,
     ) -> Emitted:
         """Run a cycle, as one function or as two with the host between them; see :meth:`_run`."""
-        # One function does it all, unless the host needs the window.
-        if tree is None and matches is None:
+        # One function does it all, unless the host needs the window. A window of the root has no depth.
+        limits = inputs.depth_limits if settings.shape.steps else None
+        inputs = inputs._replace(depth_limits=None)
+        if tree is None and matches is None and limits is None:
             return self._run_as_graph("cycle", self.run_cycle, inputs, settings, may_capture)
 
         # Get the window: from the host, or from the drafter.
@@ -1179,6 +1190,10 @@ class Runner:
         else:
             draft_inputs, draft_settings = self._proposal_inputs(inputs, settings)
             window = self._run_as_graph("propose", self._propose, draft_inputs, draft_settings, may_capture)
+
+        # Leave out drafts that are too deep for their requests.
+        if limits is not None:
+            window = window.limit_depth(limits)
 
         # Let grammars say which tokens may follow each of its nodes.
         if matches is not None:
@@ -1324,6 +1339,21 @@ class Runner:
 
     def _tensor(self, numbers: Sequence[int]) -> torch.Tensor:
         return to_device(numbers, self.device)
+
+
+def _depth_limit(request: Request) -> int:
+    """The greatest depth of a draft of the request that may be accepted."""
+    limit = request.params.speculative_depth
+    return MAX_WINDOW if limit is None else min(limit, MAX_WINDOW)
+
+
+def _num_draft_tokens(request: Request, shape: SpecShape) -> int:
+    """Number of a window's draft tokens that may be accepted. Where the depth of a tree is limited it is not
+    known to the host, and the number of the whole window is returned."""
+    limit = _depth_limit(request)
+    if limit == 0:
+        return 0
+    return min(shape.tokens - 1, limit) if shape.topk == 1 else shape.tokens - 1
 
 
 def _num_pending(request: Request) -> int:

@@ -165,7 +165,9 @@ class Answer(ABC, Generic[BodyT]):
             return {}
         generation = self.generation
         reasons = self.service.reasons()
-        return {"speculation": Speculation.of(generation.stats(), generation.shapes(), reasons)}
+        num_draft_tokens = generation.num_draft_tokens()
+        found = Speculation.of(generation.stats(), num_draft_tokens, generation.shapes(), reasons)
+        return {"speculation": found}
 
 
 def _with_logprobs(text: str, logprobs: Iterator[str] | None) -> Iterator[str]:

@@ -51,6 +51,7 @@ def sampling_params(
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop or ())),
         "stop_token_ids": _in_vocabulary(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
         "ignore_eos": bool(body.ignore_eos),
+        "speculative_depth": 0 if body.speculative is False else body.speculative_depth,
         "grammar": grammar,
         "cache_salt": cache_salt,
     }

@@ -360,6 +360,14 @@ class Sampling(Strict):
     guided_choice: Choices | None = None
     """vLLM's older name of `structured_outputs.choice`."""
 
+    speculative: bool | None = None
+    """`false` decodes this request plainly, also among requests with drafts: the same as
+    `speculative_depth: 0`. It does not change the response. Default: true."""
+
+    speculative_depth: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """The greatest depth of a draft that may be accepted in a cycle. It does not change the response.
+    Default: no limit."""
+
     return_speculation: bool | None = None
     """Add `speculation` to the response; in a stream, to its last event. Default: false."""
 
@@ -409,6 +417,8 @@ class Sampling(Strict):
             raise ValueError("stream_options belong to a stream; set stream to true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs are not in a stream; set stream to false")
+        if self.speculative is False and self.speculative_depth:
+            raise ValueError("speculative: false excludes a speculative_depth above 0; give one of them")
         if len(self.constraints) > 1:
             raise ValueError(
                 "regex, response_format, structured_outputs and guided_* exclude each other; give one of them"

@@ -1,6 +1,7 @@
 """Response bodies: OpenAI's shapes, and ``speculation`` as an extension of ours."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import (
@@ -37,6 +38,16 @@ class CachedTokens(ResponseBody):
     """Number of tokens, those of other clients' prompts included."""
 
 
+class DraftedTokens(ResponseBody):
+    """Draft tokens that were verified, under OpenAI's names for predictions; all are 0 without a draft."""
+
+    accepted_prediction_tokens: int = 0
+    """Tokens of the response that the draft had proposed."""
+
+    rejected_prediction_tokens: int = 0
+    """Other draft tokens of the windows. They are not among `completion_tokens`."""
+
+
 class Usage(ResponseBody):
     """Tokens of prompt and response; a prompt with several choices counts once."""
 
@@ -51,6 +62,9 @@ class Usage(ResponseBody):
 
     prompt_tokens_details: CachedTokens
     """How many tokens of the prompts were cached."""
+
+    completion_tokens_details: DraftedTokens
+    """How many tokens were drafted."""
 
 
 class Speculation(ResponseBody):
@@ -77,10 +91,53 @@ class Speculation(ResponseBody):
     reasons: list[str]
     """Expected gain of the chosen shapes by batch size; empty if `--shape` was given."""
 
+    num_drafts: int
+    """`num_verifies` under vLLM's name."""
+
+    num_draft_tokens: int
+    """Draft tokens of the windows that were verified, under vLLM's name."""
+
+    num_accepted_tokens_per_pos: list[int]
+    """`num_accepted_at` under vLLM's name."""
+
+    spec_verify_ct: int
+    """`num_verifies` under SGLang's name."""
+
+    spec_accept_length: float
+    """`accept_length` under SGLang's name."""
+
+    spec_accept_rate: float
+    """Share of the draft tokens that were accepted, under SGLang's name."""
+
+    spec_accept_token_num: int
+    """`num_accepted_tokens` under SGLang's name."""
+
+    spec_draft_token_num: int
+    """`num_draft_tokens` under SGLang's name."""
+
+    spec_accept_histogram: list[int]
+    """Verifies by the number of their draft tokens in the response, from 0, under SGLang's name."""
+
     @classmethod
-    def of(cls, stats: SpecStats, shapes: Mapping[SpecShape, int], reasons: list[str]) -> "Speculation":
+    def of(
+        cls,
+        stats: SpecStats,
+        num_draft_tokens: int,
+        shapes: Mapping[SpecShape, int],
+        reasons: list[str],
+    ) -> "Speculation":
         """Convert an engine's counts."""
+        num_accepted = sum(stats.num_accepted_at)
         return cls(
+            num_drafts=stats.num_verifies,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens_per_pos=stats.num_accepted_at,
+            spec_verify_ct=stats.num_verifies,
+            spec_accept_length=round(stats.accept_length, 4),
+            spec_accept_rate=round(num_accepted / max(num_draft_tokens, 1), 4),
+            spec_accept_token_num=num_accepted,
+            spec_draft_token_num=num_draft_tokens,
+            spec_accept_histogram=_verifies_by_accepted(stats),
             accept_length=round(stats.accept_length, 4),
             num_verifies=stats.num_verifies,
             num_accepted_tokens=sum(stats.num_accepted_at),
@@ -89,6 +146,12 @@ class Speculation(ResponseBody):
             shapes={str(shape): count for shape, count in sorted(shapes.items())},
             reasons=reasons,
         )
+
+
+def _verifies_by_accepted(stats: SpecStats) -> list[int]:
+    """Verifies by the number of their accepted drafts, from 0."""
+    at_least = [stats.num_verifies, *stats.num_accepted_at, 0]
+    return [more - fewer for more, fewer in pairwise(at_least)]
 
 
 class TopLogprob(ResponseBody):

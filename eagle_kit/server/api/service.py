@@ -33,7 +33,7 @@ from eagle_kit.server.api.params import check_num_logprobs, make_grammar, sampli
 from eagle_kit.server.api.profiles import Profiles
 from eagle_kit.server.api.prompts import max_chars
 from eagle_kit.server.api.protocol import Sampling
-from eagle_kit.server.api.responses import CachedTokens, Usage
+from eagle_kit.server.api.responses import CachedTokens, DraftedTokens, Usage
 from eagle_kit.server.async_engine import AsyncEngine
 from eagle_kit.server.fair_queue import FairThread
 from eagle_kit.server.response_stream import Delta, ResponseStream
@@ -114,11 +114,18 @@ class Generation:
         num_choices = len(self.responses) // len(self.prompts)
         first_responses = self.responses[::num_choices]
         cached = sum(response.request.stats.num_cached_tokens for response in first_responses)
+
+        # Draft tokens that are in the responses, and those that were verified in vain.
+        accepted = sum(self.stats().num_accepted_at)
+        rejected = self.num_draft_tokens() - accepted
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=CachedTokens(cached_tokens=cached),
+            completion_tokens_details=DraftedTokens(
+                accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+            ),
         )
 
     def stats(self) -> SpecStats:
@@ -127,6 +134,10 @@ class Generation:
         for response in self.responses:
             total.add(response.request.stats.spec)
         return total
+
+    def num_draft_tokens(self) -> int:
+        """Count the draft tokens that were verified for all responses."""
+        return sum(response.request.stats.num_draft_tokens for response in self.responses)
 
     def shapes(self) -> Counter[SpecShape]:
         """Count the cycles of all responses by shape."""
