@@ -3,6 +3,7 @@
 import json
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -63,18 +64,19 @@ class ChatAnswer(Answer[ChatRequest]):
 
         # A free response: its form is known from the prompt.
         forms = service.response_forms
+        constrained = await service.off_loop(http, forms.constrained, prompt)
         if not (body.has_grammar or body.must_call):
             shown = forms.shown_tokens(bool(tools))
             generation = await service.generate(http, body, [prompt], "chatcmpl", shown)
             make_reader = partial(forms.reader, prompt, tools)
             readers = [await service.off_loop(http, make_reader) for _ in generation.responses]
-            return cls(service, body, generation, readers)
+            return cls(service, body, replace(generation, thought=constrained.thought), readers)
 
         # A response under a grammar, which begins behind the reasoning.
-        constrained = await service.off_loop(http, forms.constrained, prompt)
         generation = await service.generate(
             http, body, [prompt], "chatcmpl", constrained.shown_tokens, constrained.thought
         )
+        generation = replace(generation, thought=constrained.thought)
         readers = []
         for _ in generation.responses:
             reader = None if constrained.make_reader is None else constrained.make_reader()

@@ -38,11 +38,14 @@ class CachedTokens(ResponseBody):
     """Number of tokens, those of other clients' prompts included."""
 
 
-class DraftedTokens(ResponseBody):
-    """Draft tokens that were verified, under OpenAI's names for predictions; all are 0 without a draft."""
+class CompletionDetails(ResponseBody):
+    """Tokens of the responses by their origin. Drafts have OpenAI's names for predictions."""
+
+    reasoning_tokens: int = 0
+    """Tokens before the end of the reasoning, in chats of models whose form of it is known."""
 
     accepted_prediction_tokens: int = 0
-    """Tokens of the response that the draft had proposed."""
+    """Tokens that a draft had proposed."""
 
     rejected_prediction_tokens: int = 0
     """Other draft tokens of the windows. They are not among `completion_tokens`."""
@@ -63,8 +66,8 @@ class Usage(ResponseBody):
     prompt_tokens_details: CachedTokens
     """How many tokens of the prompts were cached."""
 
-    completion_tokens_details: DraftedTokens
-    """How many tokens were drafted."""
+    completion_tokens_details: CompletionDetails
+    """How many tokens are reasoning, and how many were drafted."""
 
 
 class Speculation(ResponseBody):

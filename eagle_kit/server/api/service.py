@@ -33,7 +33,7 @@ from eagle_kit.server.api.params import check_num_logprobs, make_grammar, sampli
 from eagle_kit.server.api.profiles import Profiles
 from eagle_kit.server.api.prompts import max_chars
 from eagle_kit.server.api.protocol import Sampling
-from eagle_kit.server.api.responses import CachedTokens, DraftedTokens, Usage
+from eagle_kit.server.api.responses import CachedTokens, CompletionDetails, Usage
 from eagle_kit.server.async_engine import AsyncEngine
 from eagle_kit.server.fair_queue import FairThread
 from eagle_kit.server.response_stream import Delta, ResponseStream
@@ -80,12 +80,14 @@ class Generation:
         prompts: token ids of each prompt.
         responses: streams of the responses.
         created: Unix seconds.
+        thought: bounds of the reasoning in the responses; None where they have none.
     """
 
     id: str
     prompts: Sequence[Sequence[int]]
     responses: Sequence[ResponseStream]
     created: int
+    thought: Thought | None = None
 
     def scored_prompt(self, index: int) -> PromptLogprobs:
         """Log-probabilities of the prompt of response ``index``, once that has begun."""
@@ -123,10 +125,20 @@ class Generation:
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=CachedTokens(cached_tokens=cached),
-            completion_tokens_details=DraftedTokens(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+            completion_tokens_details=CompletionDetails(
+                reasoning_tokens=self._num_reasoning_tokens(num_sent),
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=rejected,
             ),
         )
+
+    def _num_reasoning_tokens(self, num_sent: int | None) -> int:
+        """Count the reasoning in all responses; in events before the last one, among their first tokens."""
+        if self.thought is None:
+            return 0
+        tokens = (response.request.token_ids for response in self.responses)
+        count = sum(self.thought.num_tokens_of(each) for each in tokens)
+        return count if num_sent is None else min(count, num_sent)
 
     def stats(self) -> SpecStats:
         """Add up the acceptance of all responses."""
