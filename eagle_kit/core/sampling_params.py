@@ -19,8 +19,11 @@ MAX_BAD_WORD_CHARS = 256
 MAX_SALT_CHARS = 256
 """Most characters of a cache salt; the base64 of 256 random bits has 43."""
 
-WHOLE_NUMBERS = ("max_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs")
-OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+WHOLE_NUMBERS = (
+    *("max_tokens", "top_k", "n", "seed"),
+    *("logprobs", "prompt_logprobs", "speculative_depth"),
+)
+OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "speculative_depth")
 """Whole numbers that may be None."""
 NUMBERS = (
     "temperature",
@@ -60,7 +63,8 @@ class SamplingParams:
     decoding of up to 256 tokens.
 
     Attributes:
-        max_tokens: maximum number of tokens of a response, at least 1.
+        max_tokens: maximum number of tokens of a response; 0 computes the prompt alone, for its
+            ``prompt_logprobs``.
         temperature: divides the logits; 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all, as -1 does, which becomes 0.
         top_p: then keep the smallest set of most likely tokens whose probabilities sum to at least this.
@@ -91,7 +95,9 @@ class SamplingParams:
             the response's distribution.
         n: number of responses to the prompt, at least 1.
         prompt_logprobs: number of most likely alternatives to report for every token of the prompt, 0 to 20;
-            None reports nothing. It costs a second forward over the prompt.
+            None reports nothing. The prompt is computed whole, without cached pages.
+        speculative_depth: the greatest depth of a draft that may be accepted in a cycle; 0 decodes plainly,
+            also among requests with drafts; None has no limit. It does not change the response.
         structured_outputs: constraint that the response must match, or a mapping of its attributes such as
             ``{"json": schema}``.
 
@@ -128,6 +134,7 @@ class SamplingParams:
     cache_salt: str | None = None
     n: int = 1
     prompt_logprobs: int | None = None
+    speculative_depth: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -135,7 +142,7 @@ class SamplingParams:
 
         # Ranges of numbers.
         for name, low, high in (
-            ("max_tokens", 1, math.inf),
+            ("max_tokens", 0, math.inf),
             ("temperature", 0.0, math.inf),
             ("top_k", 0, math.inf),
             ("top_p", 0.0, 1.0),
@@ -145,6 +152,7 @@ class SamplingParams:
             ("presence_penalty", -2.0, 2.0),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("speculative_depth", 0, math.inf),
             ("n", 1, math.inf),
         ):
             value = getattr(self, name)
@@ -226,9 +234,10 @@ class SamplingParams:
         return self.grammar
 
     def of_response(self, index: int) -> "SamplingParams":
-        """Parameters of response ``index`` of the ``n``."""
+        """Parameters of response ``index`` of the ``n``; the first one alone computes ``prompt_logprobs``."""
         seed = None if self.seed is None else successor(self.seed, index)
-        return replace(self, n=1, seed=seed)
+        prompt_logprobs = self.prompt_logprobs if index == 0 else None
+        return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
     @staticmethod
     def _check_salt(salt: object) -> None:

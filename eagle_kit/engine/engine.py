@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.autotune.policy import ShapeChoice, ShapePolicy
+from eagle_kit.autotune.chooser import MAX_OFFSET
+from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason
@@ -33,7 +34,7 @@ from eagle_kit.engine.graphs.cpu_graph import CpuGraphs
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphRunner
 from eagle_kit.engine.memory.engine_memory import NEED_LESS
 from eagle_kit.engine.request import Request, UncountedTokens
-from eagle_kit.engine.runner import Results, Runner
+from eagle_kit.engine.runner import PromptScores, Results, Runner
 from eagle_kit.engine.scheduler import Chunk, Scheduler
 from eagle_kit.engine.step_profile import ProfileSettings, StepProfile
 from eagle_kit.kv.page_pool import PagePool
@@ -627,9 +628,11 @@ class Engine:
         """Choose the shape of the next cycle."""
         if isinstance(self.shapes, ShapeTable):
             return self.shapes.at(self.runner.padded(len(decoding)))
+        if all(request.params.speculative_depth == 0 for request in decoding):
+            return NO_SPECULATION
         acceptances = []
         for request in decoding:
-            acceptance = request.stats.acceptance or self.shapes.new_request()
+            acceptance = request.stats.acceptance or self._new_acceptance(self.shapes, request)
             acceptance.num_pending = request.on_device.num_pending_draft_tokens
             request.stats.acceptance = acceptance
             acceptances.append(acceptance)
@@ -637,6 +640,14 @@ class Engine:
         if self.target.ranks is not None:  # choices depend on time
             chosen = self.target.ranks.agree(chosen)
         return chosen
+
+    @staticmethod
+    def _new_acceptance(policy: ShapePolicy, request: Request) -> RequestAcceptance:
+        """Statistics of a request for the policy; those of one without speculation expect no acceptance."""
+        acceptance = policy.new_request()
+        if request.params.speculative_depth == 0:
+            acceptance.offset = -MAX_OFFSET
+        return acceptance
 
     def shapes_at(self, batch_size: int) -> list[SpecShape]:
         """List the shapes that batches of a size may have."""
@@ -718,6 +729,9 @@ class Engine:
         if not results.is_prefill:
             self._note_cycle(results, now)
 
+        if results.prompt_scores is not None:
+            self._append_prompt_logprobs(results.prompt_scores)
+
         # Read the tensors once, for all requests.
         tokens = emitted.tokens.tolist()
         counts = emitted.num_emitted.tolist()
@@ -783,6 +797,22 @@ class Engine:
                 self.stop(request)
         self._add_to_totals()
 
+    def _append_prompt_logprobs(self, scores: PromptScores) -> None:
+        """Append log-probabilities of prompt tokens to the requests that are still in the batch.
+
+        A request that was preempted has the first ones already.
+        """
+        chosen, ranks, top_ids, top_values = (part.tolist() for part in scores.copy.wait(self.target.ranks))
+        row = 0
+        for request, sequence, first, count in scores.parts:
+            found = request.response.prompt_logprobs
+            top = request.params.prompt_logprobs
+            for index in range(first, first + count) if request.sequence is sequence else ():
+                if index == len(found.entries):
+                    at = row + index - first
+                    found.append(chosen[at], ranks[at], top_ids[at][:top], top_values[at][:top])
+            row += count
+
     def _observe(
         self,
         request: Request,
@@ -797,7 +827,9 @@ class Engine:
         """
         policy = self._policy
         acceptance = request.stats.acceptance
-        if policy is None or acceptance is None:
+        limit = request.params.speculative_depth
+        is_limited = limit is not None and limit < shape.steps
+        if policy is None or acceptance is None or is_limited:
             return
         if shape.steps:
             policy.observe(acceptance, shape, num_accepted)
@@ -821,6 +853,7 @@ class Engine:
             request.stats.shapes[new.shape] += 1
             num_accepted = min(new.num_tokens, new.num_emitted - 1)
             request.stats.spec.observe(new.num_tokens, num_accepted)
+            request.stats.num_draft_tokens += new.num_draft_tokens
         self._counted.append((new.num_tokens, num_accepted, new.num_draft_tokens or 0))
 
     def _add_to_totals(self) -> None:
@@ -886,6 +919,8 @@ class Engine:
 
     def _find_end(self, request: Request, tokens: list[int]) -> _End | None:
         """Find the first of the new tokens that ends the response; None if it goes on."""
+        if request.params.max_tokens == 0:
+            return _End(0, "length", is_text=True)
         for num_tokens, token in enumerate(tokens, 1):
             if token in request.response.stop_token_ids:
                 return _End(num_tokens, "stop", is_text=False)

@@ -525,22 +525,41 @@ def test_eagle_1_and_eagle_3_are_compared_with_one_recipe_and_the_same_tokens(mo
     files = [study_command.Preparation(Path(path), command) for path, command in study.prepare.items()]
     study_command.check(study, files, runs)
     configs = {run.arm: run.resolved for run in runs}
-    assert {name: config.head.kind for name, config in configs.items()} == {
+    kinds = {name: config.head.kind for name, config in configs.items()}
+    assert kinds == {
         "eagle-1": "eagle1",
         "eagle-3": "eagle3",
+        "eagle-1-twice": "eagle1",
+        "eagle-3-twice": "eagle3",
     }
-    first = configs["eagle-1"]
-    third = configs["eagle-3"]
-    assert first.data == third.data and first.seed == third.seed
-    assert first.training.regression and first.training.feature_noise, "EAGLE-1's own loss and noise"
 
-    # Of the training, what belongs to a kind differs, and nothing else.
-    own = {"ttt_length", "step_decay", "down_sample_ratio", "regression", "feature_noise"}
-    first_training = first.training.model_dump(exclude=own)
-    third_training = third.training.model_dump(exclude=own)
-    common = first_training.keys() & third_training.keys()
-    differing = {name for name in common if first_training[name] != third_training[name]}
-    assert not differing
+    for size in ("", "-twice"):
+        first = configs[f"eagle-1{size}"]
+        third = configs[f"eagle-3{size}"]
+        assert first.data == third.data and first.seed == third.seed
+        assert first.training.regression and first.training.feature_noise, "EAGLE-1's own loss and noise"
+
+        # Of the training, what belongs to a kind differs, and nothing else.
+        own = {"ttt_length", "step_decay", "down_sample_ratio", "regression", "feature_noise"}
+        first_training = first.training.model_dump(exclude=own)
+        third_training = third.training.model_dump(exclude=own)
+        common = first_training.keys() & third_training.keys()
+        differing = {name for name in common if first_training[name] != third_training[name]}
+        assert not differing
+
+    # The other size has twice the data and is read as often.
+    for name in ("eagle-1", "eagle-3"):
+        once = configs[name]
+        twice = configs[f"{name}-twice"]
+        assert twice.head == once.head
+        assert twice.training == once.training.model_copy(update={"max_steps": 2 * once.training.max_steps})
+        assert twice.data.source != once.data.source and twice.data.store != once.data.store
+    limits = {}
+    for file in files:
+        if "--limit" in file.words:
+            limits[str(file.path)] = int(file.words[file.words.index("--limit") + 1])
+    for name in ("chats", "code"):
+        assert limits[f"runs/methods-{name}-twice.jsonl"] == 2 * limits[f"runs/methods-{name}.jsonl"]
 
 
 @pytest.mark.nightly

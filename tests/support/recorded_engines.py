@@ -1,6 +1,8 @@
-"""Servers that speak as vLLM 0.32 and SGLang 0.5 do: their metrics, models, tokens and streams of completions.
+"""Servers that speak as vLLM 0.32 and SGLang 0.5 do: metrics, models, tokens and streams of completions.
 
-What they generate is a table; their counters follow from it.
+Names, types and labels of vLLM's metrics were recorded from its server. SGLang's are those of its source,
+``srt/observability/metrics_collector.py``: it adds a response's counts when the response ends, and has no
+sample of verify calls before the first one. What the servers generate is a table; counters follow from it.
 """
 
 import json
@@ -37,6 +39,8 @@ class RecordedEngine:
         broken: an event that ends a stream in place of its last one; "cut" ends it without.
         fails_at: number of the response, from 1, that is refused with HTTP 500.
         server_info: options that SGLang shows.
+        metrics_text: metrics in place of its own; empty where it has no such path.
+        key: that requests need, except for the metrics; empty for none.
     """
 
     generate: Callable[[list[int], int], Generated]
@@ -52,6 +56,8 @@ class RecordedEngine:
     broken: Any = None
     fails_at: int = 0
     server_info: dict[str, Any] | None = None
+    metrics_text: str | None = None
+    key: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("prompt", "tokens", "verifies"), 7))
     stale: tuple[int, str] = (0, "")
@@ -68,27 +74,27 @@ class RecordedEngine:
 
     def metrics(self) -> str:
         """The metrics now, or those before the last response while they are late."""
+        if self.metrics_text is not None:
+            return self.metrics_text
         with self.lock:
             left, text = self.stale
             self.stale = (left - 1, text)
             return text if left > 0 else self._metrics()
 
     def _metrics(self) -> str:
+        lines = self._sglang_lines() if self.style == "sglang" else self._vllm_lines()
+        return "\n".join(lines) + "\n"
+
+    def _vllm_lines(self) -> list[str]:
         label = '{engine="0",model_name="the-model"}'
-        prompt, tokens, verifies = self.counts["prompt"], self.counts["tokens"], self.counts["verifies"]
-        if self.style == "sglang":
-            return "\n".join(
-                [
-                    f"sglang:prompt_tokens_total{label} {prompt}.0",
-                    f"sglang:generation_tokens_total{label} {tokens}.0",
-                    f"sglang:num_requests_total{label} {len(self.bodies)}.0",
-                    f"sglang:spec_verify_calls_total{label} {verifies if self.drafts else 0}.0",
-                ]
-            )
+        verifies = self.counts["verifies"]
         lines = [
+            "# HELP vllm:prompt_tokens_total Number of prefill tokens processed.",
+            "# TYPE vllm:prompt_tokens_total counter",
+            f"vllm:prompt_tokens_total{label} {self.counts['prompt']}.0",
+            "# HELP vllm:generation_tokens_total Number of generation tokens processed.",
             "# TYPE vllm:generation_tokens_total counter",
-            f"vllm:prompt_tokens_total{label} {prompt}.0",
-            f"vllm:generation_tokens_total{label} {tokens}.0",
+            f"vllm:generation_tokens_total{label} {self.counts['tokens']}.0",
             f"vllm:generation_tokens_created{label} 1.7960807292545455e+09",
         ]
         if self.drafts:
@@ -101,7 +107,31 @@ class RecordedEngine:
             for depth, count in enumerate((verifies, 0, 0)):
                 place = f'{{engine="0",model_name="the-model",position="{depth}"}}'
                 lines.append(f"{name}_accepted_tokens_per_pos_total{place} {count}.0")
-        return "\n".join(lines)
+        return lines
+
+    def _sglang_lines(self) -> list[str]:
+        common = 'model_name="the-model",tp_rank="0",pp_rank="0",moe_ep_rank="0"'
+        streamed = f'{{is_streaming="true",{common}}}'
+        interval = 3.75 if self.drafts else 0.0
+        lines = [
+            "# HELP sglang:spec_accept_length The average acceptance length of speculative decoding.",
+            "# TYPE sglang:spec_accept_length gauge",
+            f'sglang:spec_accept_length{{engine_type="unified",{common}}} {interval}',
+            "# HELP sglang:prompt_tokens_total Number of prefill tokens processed.",
+            "# TYPE sglang:prompt_tokens_total counter",
+            f"sglang:prompt_tokens_total{streamed} {self.counts['prompt']}.0",
+            "# HELP sglang:generation_tokens_total Number of generation tokens processed.",
+            "# TYPE sglang:generation_tokens_total counter",
+            f"sglang:generation_tokens_total{streamed} {self.counts['tokens']}.0",
+            "# HELP sglang:num_requests_total Number of requests processed.",
+            "# TYPE sglang:num_requests_total counter",
+            f"sglang:num_requests_total{streamed} {len(self.bodies)}.0",
+            "# HELP sglang:spec_verify_calls_total Number of speculative decoding verification calls.",
+            "# TYPE sglang:spec_verify_calls_total counter",
+        ]
+        if self.drafts:
+            lines.append(f"sglang:spec_verify_calls_total{{{common}}} {self.counts['verifies']}.0")
+        return lines
 
     def events(self, body: dict[str, Any]) -> Iterator[Any]:
         """Events of a stream: the first token, then steps, then the usage."""
@@ -135,8 +165,10 @@ def recorded(engine: RecordedEngine) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == "/metrics":
+            if self.path == "/metrics" and engine.metrics_text != "":
                 self.answer(engine.metrics().encode())
+            elif not self.has_key():
+                self.answer(b'{"error": "Unauthorized"}', 401)
             elif self.path == "/v1/models":
                 self.answer(json.dumps({"object": "list", "data": engine.models}).encode())
             elif self.path == "/version" and engine.style == "vllm":
@@ -158,6 +190,9 @@ def recorded(engine: RecordedEngine) -> Iterator[str]:
                 self.complete(body)
             else:
                 self.answer(b'{"detail": "Not Found"}', 404)
+
+        def has_key(self) -> bool:
+            return not engine.key or self.headers["Authorization"] == f"Bearer {engine.key}"
 
         def complete(self, body: dict[str, Any]) -> None:
             with engine.lock:

@@ -30,10 +30,12 @@ class Written(NamedTuple):
     Attributes:
         choice: the choice without its log-probabilities.
         logprobs: the log-probabilities as pieces of JSON, which can be read once; None without.
+        prompt_logprobs: those of the prompt, in the same way.
     """
 
     choice: BaseModel
     logprobs: Iterator[str] | None = None
+    prompt_logprobs: Iterator[str] | None = None
 
 
 class Answer(ABC, Generic[BodyT]):
@@ -66,6 +68,11 @@ class Answer(ABC, Generic[BodyT]):
     def choice(self, index: int, delta: Delta) -> Written:
         """Make the choice of a finished generated response."""
 
+    def prompt_logprobs(self) -> Iterator[str] | None:
+        """Make the log-probabilities of the prompt as pieces of JSON, where they are a field of the whole
+        response; else None."""
+        return None
+
     @abstractmethod
     def opening(self) -> Iterable[BaseModel]:
         """Make the choices of the events that come before the first token."""
@@ -91,8 +98,9 @@ class Answer(ABC, Generic[BodyT]):
             for index, delta in enumerate(deltas):
                 written = self.choice(index, delta)
                 yield "," if index else ""
-                yield from _with_logprobs(written.choice.model_dump_json(), written.logprobs)
-            yield "]" + behind
+                choice = _with_logprobs(written.choice.model_dump_json(), written.logprobs)
+                yield from _with_prompt_logprobs(choice, written.prompt_logprobs)
+            yield from _with_prompt_logprobs(iter(("]" + behind,)), self.prompt_logprobs())
 
         return _in_chunks(pieces())
 
@@ -157,7 +165,9 @@ class Answer(ABC, Generic[BodyT]):
             return {}
         generation = self.generation
         reasons = self.service.reasons()
-        return {"speculation": Speculation.of(generation.stats(), generation.shapes(), reasons)}
+        num_draft_tokens = generation.num_draft_tokens()
+        found = Speculation.of(generation.stats(), num_draft_tokens, generation.shapes(), reasons)
+        return {"speculation": found}
 
 
 def _with_logprobs(text: str, logprobs: Iterator[str] | None) -> Iterator[str]:
@@ -169,6 +179,20 @@ def _with_logprobs(text: str, logprobs: Iterator[str] | None) -> Iterator[str]:
     yield before + '"logprobs":'
     yield from logprobs
     yield behind
+
+
+def _with_prompt_logprobs(pieces: Iterator[str], logprobs: Iterator[str] | None) -> Iterator[str]:
+    """Iterate over the ``pieces`` of a JSON object, with log-probabilities of the prompt as last field."""
+    if logprobs is None:
+        yield from pieces
+        return
+    last = ""
+    for piece in pieces:
+        yield last
+        last = piece
+    yield last.removesuffix("}") + ',"prompt_logprobs":'
+    yield from logprobs
+    yield "}"
 
 
 async def _in_chunks(pieces: Iterable[str]) -> AsyncIterator[str]:

@@ -3,12 +3,13 @@
 import json
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from eagle_kit.data.chat.response.parts import Call, ResponseParts, ResponseReader
 from eagle_kit.server.api.answer import Answer, Written, finish_reason
-from eagle_kit.server.api.logprobs import chat_logprobs
+from eagle_kit.server.api.logprobs import chat_logprobs, prompt_logprobs
 from eagle_kit.server.api.prompts import chat_prompt, chat_tools
 from eagle_kit.server.api.protocol import ChatRequest
 from eagle_kit.server.api.responses import (
@@ -63,18 +64,19 @@ class ChatAnswer(Answer[ChatRequest]):
 
         # A free response: its form is known from the prompt.
         forms = service.response_forms
+        constrained = await service.off_loop(http, forms.constrained, prompt)
         if not (body.has_grammar or body.must_call):
             shown = forms.shown_tokens(bool(tools))
             generation = await service.generate(http, body, [prompt], "chatcmpl", shown)
             make_reader = partial(forms.reader, prompt, tools)
             readers = [await service.off_loop(http, make_reader) for _ in generation.responses]
-            return cls(service, body, generation, readers)
+            return cls(service, body, replace(generation, thought=constrained.thought), readers)
 
         # A response under a grammar, which begins behind the reasoning.
-        constrained = await service.off_loop(http, forms.constrained, prompt)
         generation = await service.generate(
             http, body, [prompt], "chatcmpl", constrained.shown_tokens, constrained.thought
         )
+        generation = replace(generation, thought=constrained.thought)
         readers = []
         for _ in generation.responses:
             reader = None if constrained.make_reader is None else constrained.make_reader()
@@ -95,6 +97,18 @@ class ChatAnswer(Answer[ChatRequest]):
             finish_reason=self._finish_reason(index, delta) or "stop",
         )
         return Written(choice, self._logprobs(delta))
+
+    def prompt_logprobs(self) -> Iterator[str] | None:
+        """See :class:`Answer`."""
+        if self.body.prompt_logprobs is None:
+            return None
+        generation = self.generation
+        return prompt_logprobs(
+            self.service.token_names,
+            generation.prompts[0],
+            generation.scored_prompt(0),
+            self.body.prompt_logprobs,
+        )
 
     def opening(self) -> Iterator[ChatChunkChoice]:
         """See :class:`Answer`: the role."""

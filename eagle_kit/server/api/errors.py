@@ -45,7 +45,6 @@ REMEDIES = {
     "include_reasoning": "Leave it out: reasoning is in reasoning_content.",
     "max_new_tokens": "Send max_tokens.",
     "min_tokens": "Send ignore_eos for responses of exactly max_tokens.",
-    "prompt_logprobs": "Leave it out, or ask LLM.generate in Python.",
     "reasoning_effort": "Send it in chat_template_kwargs, if the chat template reads it.",
     "request_id": "Send the header X-Request-Id.",
     "return_token_ids": "Send the text to /tokenize.",

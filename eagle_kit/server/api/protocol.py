@@ -25,6 +25,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 ItemT = TypeVar("ItemT")
 Several = Annotated[list[ItemT], Field(fail_fast=True)]
 """List whose validation stops at the first wrong item, since a body can hold a million of them."""
@@ -282,9 +283,14 @@ class Sampling(Strict):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Responses to each prompt. Response i draws with `seed` + i. Default: 1."""
 
-    max_tokens: Count | None = None
-    """Most tokens of a response. Default: 16 in completions, the rest of the context in chats. A number that
-    the context has no room for is refused."""
+    max_tokens: CountOrZero | None = None
+    """Most tokens of a response; 0 computes the prompt alone. Default: 16 in completions, the rest of the
+    context in chats. A number that the context has no room for is refused."""
+
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Report the log-probability and the rank of every token of the prompt, and this many most likely
+    tokens, as vLLM does: `[null, {"token id": {"logprob", "rank", "decoded_token"}}, ...]`. Not in a
+    stream."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     """Sampling temperature; 0 is greedy decoding. Values above 2 are allowed. Default: 1."""
@@ -354,6 +360,14 @@ class Sampling(Strict):
     guided_choice: Choices | None = None
     """vLLM's older name of `structured_outputs.choice`."""
 
+    speculative: bool | None = None
+    """`false` decodes this request plainly, also among requests with drafts: the same as
+    `speculative_depth: 0`. It does not change the response. Default: true."""
+
+    speculative_depth: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """The greatest depth of a draft that may be accepted in a cycle. It does not change the response.
+    Default: no limit."""
+
     return_speculation: bool | None = None
     """Add `speculation` to the response; in a stream, to its last event. Default: false."""
 
@@ -401,6 +415,10 @@ class Sampling(Strict):
     def _check_sampling(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options belong to a stream; set stream to true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not in a stream; set stream to false")
+        if self.speculative is False and self.speculative_depth:
+            raise ValueError("speculative: false excludes a speculative_depth above 0; give one of them")
         if len(self.constraints) > 1:
             raise ValueError(
                 "regex, response_format, structured_outputs and guided_* exclude each other; give one of them"
@@ -463,7 +481,7 @@ class ChatMessages(Strict):
 class ChatRequest(ChatMessages, Sampling):
     """`POST /v1/chat/completions`."""
 
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: CountOrZero | None = None
     """The same as `max_tokens`; both may be given if they are equal."""
 
     logprobs: bool | None = None
@@ -547,20 +565,15 @@ class CompletionRequest(Sampling):
     """Text, texts, the token ids of a prompt, or lists of token ids. The response continues the prompt."""
 
     echo: bool | None = None
-    """Repeat the prompt before the response; not with `logprobs`. Special tokens of token ids are repeated
-    only with `skip_special_tokens: false`. Default: false."""
+    """Repeat the prompt before the response, its log-probabilities before those of the response; the first
+    token has null. Special tokens of token ids are repeated only with `skip_special_tokens: false`. Default:
+    false."""
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Report the log-probability of every token, and of this many most likely tokens."""
 
     best_of: Literal[1] | None = None
     """Accepted as 1; it has no effect."""
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported; LLM.generate has prompt_logprobs")
-        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -1,6 +1,7 @@
 """Response bodies: OpenAI's shapes, and ``speculation`` as an extension of ours."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import (
@@ -37,6 +38,19 @@ class CachedTokens(ResponseBody):
     """Number of tokens, those of other clients' prompts included."""
 
 
+class CompletionDetails(ResponseBody):
+    """Tokens of the responses by their origin. Drafts have OpenAI's names for predictions."""
+
+    reasoning_tokens: int = 0
+    """Tokens before the end of the reasoning, in chats of models whose form of it is known."""
+
+    accepted_prediction_tokens: int = 0
+    """Tokens that a draft had proposed."""
+
+    rejected_prediction_tokens: int = 0
+    """Other draft tokens of the windows. They are not among `completion_tokens`."""
+
+
 class Usage(ResponseBody):
     """Tokens of prompt and response; a prompt with several choices counts once."""
 
@@ -51,6 +65,9 @@ class Usage(ResponseBody):
 
     prompt_tokens_details: CachedTokens
     """How many tokens of the prompts were cached."""
+
+    completion_tokens_details: CompletionDetails
+    """How many tokens are reasoning, and how many were drafted."""
 
 
 class Speculation(ResponseBody):
@@ -77,10 +94,53 @@ class Speculation(ResponseBody):
     reasons: list[str]
     """Expected gain of the chosen shapes by batch size; empty if `--shape` was given."""
 
+    num_drafts: int
+    """`num_verifies` under vLLM's name."""
+
+    num_draft_tokens: int
+    """Draft tokens of the windows that were verified, under vLLM's name."""
+
+    num_accepted_tokens_per_pos: list[int]
+    """`num_accepted_at` under vLLM's name."""
+
+    spec_verify_ct: int
+    """`num_verifies` under SGLang's name."""
+
+    spec_accept_length: float
+    """`accept_length` under SGLang's name."""
+
+    spec_accept_rate: float
+    """Share of the draft tokens that were accepted, under SGLang's name."""
+
+    spec_accept_token_num: int
+    """`num_accepted_tokens` under SGLang's name."""
+
+    spec_draft_token_num: int
+    """`num_draft_tokens` under SGLang's name."""
+
+    spec_accept_histogram: list[int]
+    """Verifies by the number of their draft tokens in the response, from 0, under SGLang's name."""
+
     @classmethod
-    def of(cls, stats: SpecStats, shapes: Mapping[SpecShape, int], reasons: list[str]) -> "Speculation":
+    def of(
+        cls,
+        stats: SpecStats,
+        num_draft_tokens: int,
+        shapes: Mapping[SpecShape, int],
+        reasons: list[str],
+    ) -> "Speculation":
         """Convert an engine's counts."""
+        num_accepted = sum(stats.num_accepted_at)
         return cls(
+            num_drafts=stats.num_verifies,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens_per_pos=stats.num_accepted_at,
+            spec_verify_ct=stats.num_verifies,
+            spec_accept_length=round(stats.accept_length, 4),
+            spec_accept_rate=round(num_accepted / max(num_draft_tokens, 1), 4),
+            spec_accept_token_num=num_accepted,
+            spec_draft_token_num=num_draft_tokens,
+            spec_accept_histogram=_verifies_by_accepted(stats),
             accept_length=round(stats.accept_length, 4),
             num_verifies=stats.num_verifies,
             num_accepted_tokens=sum(stats.num_accepted_at),
@@ -89,6 +149,12 @@ class Speculation(ResponseBody):
             shapes={str(shape): count for shape, count in sorted(shapes.items())},
             reasons=reasons,
         )
+
+
+def _verifies_by_accepted(stats: SpecStats) -> list[int]:
+    """Verifies by the number of their accepted drafts, from 0."""
+    at_least = [stats.num_verifies, *stats.num_accepted_at, 0]
+    return [more - fewer for more, fewer in pairwise(at_least)]
 
 
 class TopLogprob(ResponseBody):
@@ -124,14 +190,44 @@ class CompletionLogprobs(ResponseBody):
     """Texts of the tokens. A part of a character, or a byte token whose character has a token of its own, is
     written as `bytes:\\xe2`."""
 
-    token_logprobs: list[float]
-    """Natural logarithms of the probabilities before temperature, penalties and biases; at least -9999."""
+    token_logprobs: list[float | None]
+    """Natural logarithms of the probabilities before temperature, penalties and biases; at least -9999. Null
+    for the first token of a repeated prompt."""
 
-    top_logprobs: list[dict[str, float]]
-    """Most likely tokens. Of two tokens with the same text the second is written as `token_id:123`."""
+    top_logprobs: list[dict[str, float] | None]
+    """Most likely tokens. Of two tokens with the same text the second is written as `token_id:123`. Null for
+    the first token of a repeated prompt."""
 
     text_offset: list[int]
     """Number of characters before the token; of the later bytes of a character, before the character."""
+
+
+class PromptLogprob(ResponseBody):
+    """Log-probability of a token at a place of the prompt, in vLLM's shape."""
+
+    logprob: float
+    """Natural logarithm of the probability; at least -9999."""
+
+    rank: int
+    """How many tokens are at least as likely; 1 is the most likely."""
+
+    decoded_token: str
+    """Text of the token behind other tokens, with its leading blank."""
+
+
+class ScoredPrompt(ResponseBody):
+    """What has log-probabilities of a prompt where they are asked for."""
+
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """Log-probabilities of the prompt by token id, null for its first token; there when they are asked
+    for."""
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        if self.prompt_logprobs is None:
+            del found["prompt_logprobs"]
+        return found
 
 
 class GeneratedFunctionCall(ResponseBody):
@@ -204,7 +300,7 @@ class ChatChunkChoice(ResponseBody):
     finish_reason: str | None = None
 
 
-class CompletionChoice(ResponseBody):
+class CompletionChoice(ScoredPrompt):
     """One of `n` texts of one of the prompts, or an addition to it."""
 
     index: int
@@ -227,7 +323,7 @@ class Response(ResponseBody):
     speculation: Speculation | None = None
 
 
-class ChatResponse(Response):
+class ChatResponse(ScoredPrompt, Response):
     """`POST /v1/chat/completions`."""
 
     choices: list[ChatChoice]

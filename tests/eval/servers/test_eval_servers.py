@@ -127,7 +127,9 @@ def test_sglang_counts_verifies_shows_its_shape_and_gives_no_tokens(prompts: Pat
     assert (server["engine"], server["version"]) == ("SGLang", "0.5.7")
     found = server["differences"][0]["difference"]
     assert found["position"] == 5 and found["logit_gap"] is None, "found in the text"
-    assert found["text"].startswith("96") or found["text"].startswith("w96") or found["text"].startswith("6")
+    changed = plain_generation(tokens_of("user:red"), NUM_TOKENS)[0]
+    assert found["plain_text"] == changed[found["character"] :][: len(found["plain_text"])]
+    assert found["text"] != found["plain_text"]
 
 
 def test_a_difference_has_its_token_and_the_gap_of_its_logits_where_the_server_gives_tokens(
@@ -147,16 +149,27 @@ def test_a_difference_has_its_token_and_the_gap_of_its_logits_where_the_server_g
 def test_a_plain_server_of_the_same_engine_gives_the_others_their_speed_up(
     prompts: Path, tmp_path: Path
 ) -> None:
-    drafting, plain = RecordedEngine(plain_generation), RecordedEngine(plain_generation, drafts=False)
+    drafting = RecordedEngine(plain_generation)
+    plain = RecordedEngine(plain_generation, drafts=False)
     other = RecordedEngine(plain_generation, style="sglang")
     with recorded(drafting) as one, recorded(plain) as two, recorded(other) as three:
         summary = evaluate(prompts, tmp_path / "out", one, two, three, names=["drafting", "plain", "sglang"])
-    row, plain_row = find_row(summary, "drafting", "3,1,4"), find_row(summary, "plain", "none")
+    row = find_row(summary, "drafting", "3,1,4")
+    plain_row = find_row(summary, "plain", "none")
     ratio = row["decode_tokens_per_s"] / plain_row["decode_tokens_per_s"]
     assert row["speedup_of_totals"] == pytest.approx(ratio) and row["speedup"] > 0
     assert plain_row["speedup"] is None and plain_row["accept_length"] is None
     assert [row["speedup"] for row in summary["rows"] if row["draft"] == "sglang"] == [None] * 4
     assert "its speed-up is over plain" in report(summary)
+
+
+def test_a_plain_server_of_sglang_drafts_nothing(prompts: Path, tmp_path: Path) -> None:
+    info = {"speculative_num_steps": None, "version": "0.5.7"}
+    engine = RecordedEngine(plain_generation, style="sglang", drafts=False, server_info=info)
+    with recorded(engine) as url:
+        summary = evaluate(prompts, tmp_path / "out", url, names=["sglang"])
+    row = find_row(summary, "sglang", "none")
+    assert row["accept_length"] is None and row["decode_tokens_per_s"] > 0
 
 
 def test_tokens_without_a_draft_are_no_tokens_of_a_verify(prompts: Path, tmp_path: Path) -> None:
@@ -249,18 +262,44 @@ REFUSALS = [
 def test_a_server_that_cannot_be_measured_is_refused(
     prompts: Path, tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
-    with recorded(RecordedEngine(plain_generation, **options)) as url:
-        with pytest.raises(UserError, match=said):
-            evaluate(prompts, tmp_path / "out", url)
+    engine = RecordedEngine(plain_generation, **options)
+    with recorded(engine) as url, pytest.raises(UserError, match=said):
+        evaluate(prompts, tmp_path / "out", url)
     assert not (tmp_path / "out" / "servers.jsonl").exists(), "refused before anything is measured"
 
 
-def test_metrics_of_an_unknown_engine_are_refused(prompts: Path, tmp_path: Path) -> None:
-    engine = RecordedEngine(plain_generation)
-    engine._metrics = lambda: "other:tokens_total 5.0"  # type: ignore[method-assign]
+def test_metrics_without_counters_of_an_engine_are_refused(prompts: Path, tmp_path: Path) -> None:
+    engine = RecordedEngine(plain_generation, metrics_text="python_info 1.0\nother:tokens_total 5.0\n")
     with recorded(engine) as url, pytest.raises(UserError, match="no counters of") as raised:
         evaluate(prompts, tmp_path / "out", url)
+    assert "--disable-log-stats" in raised.value.remedy and "--enable-metrics" in raised.value.remedy
+
+
+def test_a_server_without_metrics_is_refused(prompts: Path, tmp_path: Path) -> None:
+    engine = RecordedEngine(plain_generation, style="sglang", metrics_text="")
+    with recorded(engine) as url, pytest.raises(UserError, match="no metrics at .*404") as raised:
+        evaluate(prompts, tmp_path / "out", url)
     assert "--enable-metrics" in raised.value.remedy
+
+
+def test_a_server_that_is_not_there_is_refused(prompts: Path, tmp_path: Path) -> None:
+    with recorded(RecordedEngine(plain_generation)) as url:
+        pass
+    with pytest.raises(UserError, match="does not answer") as raised:
+        evaluate(prompts, tmp_path / "out", url)
+    assert "Start the server" in raised.value.remedy
+
+
+def test_a_server_with_a_key_gets_it(prompts: Path, tmp_path: Path) -> None:
+    config = EvalConfig(tasks=(str(prompts),), limit=1, plots=False, engine=EngineConfig(max_batch_size=1))
+    with recorded(RecordedEngine(plain_generation, key="secret")) as url:
+        with pytest.raises(UserError, match="answers 401") as raised:
+            evaluate(prompts, tmp_path / "refused", url)
+        assert "key" in raised.value.remedy
+        servers = name_servers([url], key="secret")
+        out = tmp_path / "out"
+        summary = run_eval("a-target", {}, config, out=out, quiet=True, engines=fakes, servers=servers)
+    assert summary["servers"][0]["num_compared"] == 1
 
 
 def test_a_server_without_a_path_for_tokens_is_known_by_its_count(prompts: Path, tmp_path: Path) -> None:
