@@ -32,7 +32,7 @@ from eagle_kit.eval.engines import (
     open_drafts,
     plain_options,
 )
-from eagle_kit.eval.promises import Promises, promised
+from eagle_kit.eval.promises import Promised, Promises, promised
 from eagle_kit.eval.report import plot, report
 from eagle_kit.eval.servers.measured_server import MeasuredServer
 from eagle_kit.eval.servers.server_answers import ServerAnswerStore
@@ -117,7 +117,9 @@ def run_eval(
     with sole_writer(Path(out), Path(out) / LOCK):
         # Decode what an earlier run with the same settings has not.
         store = AnswerStore(Path(out), described, runs)
-        promises = {setting.name: promised(setting, plain_options(engine)) for setting in measured}
+        promises: dict[str | None, Promised] = {}
+        for setting in measured:
+            promises[setting.name] = promised(setting, plain_options(engine))
         params = SamplingParams(max_tokens=config.max_tokens, top_p=config.top_p)
         round = ServerRound(servers, ServerAnswerStore(Path(out))) if servers else None
         decoder = Decoder(
