@@ -52,6 +52,7 @@ class CommandLine:
         others: flags of other engines, in their order.
         options: values by option: the last one of our flags, and those that flags of others set.
         model: index of the model among ``words``; None if it has no flag of ours.
+        unknown: the first word with a flag of no engine; empty if there is none.
     """
 
     parser: argparse.ArgumentParser
@@ -59,6 +60,7 @@ class CommandLine:
     others: list[Given] = field(default_factory=list)
     options: dict[str, Given] = field(default_factory=dict)
     model: int | None = None
+    unknown: str = ""
 
     def find(self, name: str) -> Given | None:
         """A flag of other engines by its name in the table, if it was given."""
@@ -94,7 +96,11 @@ def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str
 
     Args:
         parser: of a command that has the options of `eagle-kit serve`, or some of them.
-        words: as they were typed; unknown flags stay as they are.
+        words: as they were typed.
+
+    Returns:
+        The words for argparse; of a line with an unknown flag that flag alone, since its value could be taken
+        for the model.
 
     Raises:
         UserError: a flag or value that is not taken here, or that contradicts another one.
@@ -102,6 +108,8 @@ def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str
     table = other_flags()
     line = CommandLine(parser)
     own = _read_words(line, words, table)
+    if line.unknown:
+        return [line.unknown]
     if not line.others and own == list(words):
         return own
 
@@ -134,7 +142,7 @@ def _read_words(line: CommandLine, words: Sequence[str], table: OtherFlags) -> l
 
         # A flag of ours, with as many words as it takes.
         written, equals, value = word.partition("=")
-        name = written.replace("_", "-")
+        name = _full_name(line.parser, table, written.replace("_", "-"))
         flag, is_off = _find(table, name)
         if is_off and flag is not None and flag.is_taken and flag.takes != "none":
             flag = None
@@ -148,6 +156,9 @@ def _read_words(line: CommandLine, words: Sequence[str], table: OtherFlags) -> l
             continue
 
         # A flag of no engine.
+        if flag is None and name.startswith("--"):
+            line.unknown = word
+            break
         if flag is None:
             line.words.append(name + equals + value)
             continue
@@ -168,6 +179,32 @@ def _read_words(line: CommandLine, words: Sequence[str], table: OtherFlags) -> l
             _add_model(line, rest.pop())
         _add_other(line, written, flag, " ".join(rest), table)
     return line.words
+
+
+def _full_name(parser: argparse.ArgumentParser, table: OtherFlags, name: str) -> str:
+    """Complete the name of a flag, which may be in another case or the beginning of one flag only.
+
+    Returns:
+        The name as it was given if several flags begin with it, or none.
+    """
+    is_known = name in parser._option_string_actions or _find(table, name)[0] is not None
+    if is_known or not name.startswith("--"):
+        return name
+    lowered = name.lower()
+    if lowered in parser._option_string_actions or _find(table, lowered)[0] is not None:
+        return lowered
+
+    # Flags that begin so, by what they set: both engines and ours may have one for it. Ours go before.
+    own = {}
+    for known, action in parser._option_string_actions.items():
+        if known.startswith(lowered):
+            own[action.dest] = known
+    others = {}
+    for known, flag in table.by_name.items():
+        if known.startswith(lowered) and "." not in known:
+            others[flag.option or flag.flag] = known
+    found = own or others
+    return next(iter(found.values())) if len(found) == 1 else name
 
 
 def _is_needed(flag: OtherFlag) -> bool:
@@ -223,6 +260,8 @@ def _add_other(line: CommandLine, written: str, flag: OtherFlag, value: str, tab
     if flag.name != CONFIG:
         line.others.append(Given(written, value, flag))
         return
+    if "." in written:
+        raise UserError(f"{written} is no key that is known here.", "Leave it out.")
     config = parse_json(value, written, 'Give a JSON object such as {"method": "eagle3", "model": "DRAFT"}.')
     if not isinstance(config, dict):
         raise UserError(f"{written} is no JSON object.", 'Give one such as {"model": "DRAFT"}.')
@@ -252,7 +291,7 @@ def _apply(line: CommandLine, given: Given) -> None:
         raise _refusal(given)
     if value is not None and not (overrides and overrides[0]):
         line.set(flag.option, given, value)
-    if value is not None and flag.takes == "many" and " " in value and flag.option != "batch_sizes":
+    if value is not None and flag.takes == "many" and len(value.split()) > 1 and flag.option != "batch_sizes":
         raise UserError(f"{given.text}: there is one value here.", "Give one.")
     for option, other in flag.sets.items():
         line.set(option, given, other)
@@ -313,13 +352,37 @@ def _number(line: CommandLine, given: Given) -> None:
     """A number that may end with a unit: ``32k`` is 32000 and ``32K`` is 32768, as in vLLM."""
     flag = given.flag
     assert flag is not None
-    if flag.is_same(given.value):
-        return
+    if not flag.is_same(given.value):
+        line.set(flag.option, given, str(_whole_number(given)))
+
+
+def _whole_number(given: Given) -> int:
+    """A value with its unit. Raise UserError if it is no whole number."""
     digits = given.value[:-1] if given.value[-1:].isalpha() else given.value
     unit = NUMBERS.get(given.value[len(digits) :])
-    if unit is None or not digits.replace(".", "", 1).isdigit():
+    is_number = unit is not None and digits.replace(".", "", 1).isdigit()
+    if unit is None or not is_number or not (float(digits) * unit).is_integer():
         raise UserError(f"{given.text} is no number.", "Give a whole number, such as 8192 or 8k.")
-    line.set(flag.option, given, str(int(float(digits) * unit)))
+    return int(float(digits) * unit)
+
+
+def _prompt_limit(line: CommandLine, given: Given) -> None:
+    """``--max-prefill-tokens``: beside ``--chunked-prefill-size`` the smaller one holds, as in SGLang."""
+    tokens = _whole_number(given)
+    chunk = line.options.get("prefill_tokens")
+    if chunk is None or chunk.flag is None:
+        line.set("prefill_tokens", given, str(tokens))
+    elif tokens < int(chunk.value):
+        line.options["prefill_tokens"] = Given(given.label, str(tokens), given.flag)
+
+
+def _server_level(line: CommandLine, given: Given) -> None:
+    """Level of uvicorn's log: here that of the package, whose own flag goes before."""
+    level = line.value("log_level")
+    if level is None:
+        line.set("log_level", given, given.value)
+    elif level.lower() != given.value.lower():
+        say(f"note: {given.text}: one level holds for the package and uvicorn, {level}.")
 
 
 def _names(line: CommandLine, given: Given) -> None:
@@ -425,6 +488,8 @@ def _expert_ranks(line: CommandLine, given: Given) -> None:
 
 RULES: dict[str, Callable[[CommandLine, Given], None]] = {
     "number": _number,
+    "prompt-limit": _prompt_limit,
+    "server-level": _server_level,
     "names": _names,
     "chain": _chain,
     "draft": _draft,

@@ -75,6 +75,8 @@ ENGINE_FLAGS = {
     **LOADING,
 }
 OTHER_ENGINES = "Flags of SGLang's and vLLM's servers: docs/reference/other-engines.md"
+CHAIN_ALGORITHMS = ("STANDALONE", "P-EAGLE", "DFLASH", "DSPARK")
+"""Algorithms whose default is a chain: of whole models, and of drafts of all steps in one pass."""
 HTTP = "HTTP"
 SPECULATION = "speculation"
 ENGINE = "engine"
@@ -278,14 +280,17 @@ def shape_of(args: argparse.Namespace) -> SpecShape | ShapeTable | None:
     Raises:
         UserError: both, numbers that do not go together, or speculation that was switched off.
     """
-    numbers = (args.steps, args.topk, args.tokens)
+    algorithm = algorithm_name(args.speculative_algorithm)
+    steps = args.steps
+    if algorithm == "DFLASH" and steps == 1 and args.tokens is not None:
+        steps = None  # SGLang's number of a draft of one pass; its depth is that of the tokens
+    numbers = (steps, args.topk, args.tokens)
     has_numbers = any(value is not None for value in numbers)
     if args.shape is not None and has_numbers:
         raise UserError("--shape was given beside its single numbers.", "Give one or the other.")
     table = None
     if args.shape not in (None, "auto"):
         table = ShapeTable.parse(args.shape)
-    algorithm = algorithm_name(args.speculative_algorithm)
     has_shape = has_numbers or (table is not None and table.steps > 0)
     if algorithm == "NONE" and has_shape:
         raise UserError("A shape was given for the algorithm NONE.", "Leave one of them out.")
@@ -293,23 +298,19 @@ def shape_of(args: argparse.Namespace) -> SpecShape | ShapeTable | None:
         return table
 
     # A chain verifies one token more than it has steps.
-    if args.topk == 1 and args.steps is not None and args.tokens not in (None, args.steps + 1):
-        say(
-            f"warning: a chain of {args.steps} steps verifies {args.steps + 1} tokens, so {args.tokens} is "
-            "ignored."
-        )
-        return SpecShape.parse(f"{args.steps},1,{args.steps + 1}")
+    if args.topk == 1 and steps is not None and args.tokens not in (None, steps + 1):
+        say(f"warning: a chain of {steps} steps verifies {steps + 1} tokens, so {args.tokens} is ignored.")
+        return SpecShape.parse(f"{steps},1,{steps + 1}")
     if None not in numbers:
         return SpecShape.parse(",".join(map(str, numbers)))
 
     # The numbers that are missing.
-    is_whole_model = algorithm == "STANDALONE"
-    usual = (
-        NGRAM_SHAPE
-        if algorithm == "NGRAM"
-        else auto_shape(_model_type(args), drafts_are_expensive=is_whole_model)
-    )
-    shape = complete_shape(usual, steps=args.steps, topk=args.topk, tokens=args.tokens)
+    if algorithm == "NGRAM":
+        usual = NGRAM_SHAPE
+    else:
+        drafts_chains = algorithm in CHAIN_ALGORITHMS
+        usual = auto_shape(_model_type(args), drafts_are_expensive=drafts_chains)
+    shape = complete_shape(usual, steps=steps, topk=args.topk, tokens=args.tokens)
     say(f"shape      {shape}, completed from the numbers that were given")
     return shape
 

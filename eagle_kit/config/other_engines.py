@@ -65,7 +65,8 @@ class OtherFlag:
     @property
     def flag(self) -> str:
         """The flag as it is written."""
-        return f"-{self.name}" if len(self.name) == 1 else f"--{self.name}"
+        dashes = "-" if len(self.name) <= 2 else "--"  # such as -O3
+        return f"{dashes}{self.name}"
 
     @property
     def is_taken(self) -> bool:

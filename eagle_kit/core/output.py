@@ -99,6 +99,28 @@ class ResponseLogprobs:
         return list(self) == list(other)
 
 
+class PromptLogprobs:
+    """Log-probabilities of the tokens of a prompt behind its first, which has none before it.
+
+    Attributes:
+        entries: entry i is that of token i + 1.
+        ranks: of each entry, how many tokens are at least as likely as its token; 1 is the most likely.
+    """
+
+    def __init__(self) -> None:
+        self.entries = ResponseLogprobs()
+        self.ranks = array("i")
+
+    def append(self, logprob: float, rank: int, top_ids: Sequence[int], top_values: Sequence[float]) -> None:
+        """Append a token's fp32 log-probability and rank, and its most likely alternatives."""
+        self.entries.append(logprob, top_ids, top_values)
+        self.ranks.append(rank)
+
+    def of_all_tokens(self) -> list[TokenLogprobs | None]:
+        """One entry per token of the prompt, None for the first one."""
+        return [None, *self.entries]
+
+
 @dataclass
 class RequestOutput:
     """Finished response to a prompt, and, with ``n`` > 1, the other responses to it.

@@ -240,12 +240,18 @@ def complete_shape(
         depth = min(depth, max(tokens - 1, 1))
     width = max(usual.topk, TREE_TOPK) if topk is None else topk
 
+    # At most as many nodes as a draft may run.
+    if not has_topk and depth > 1:
+        width = max(1, min(width, MAX_DRAFT_NODES // (depth - 1)))
+    if not has_steps:
+        depth = min(depth, 1 + MAX_DRAFT_NODES // width)
+
     # The tokens, or a draft that grows so many.
     if tokens is None:
         tokens = max(usual.tokens, TREE_TOKENS)
         while tokens <= depth:
             tokens *= 2
-        tokens = min(tokens, 1 + _num_drafted(depth, width))
+        tokens = min(tokens, 1 + _num_drafted(depth, width), MAX_WINDOW)
     while 1 + _num_drafted(depth, width) < tokens <= MAX_WINDOW:
         if not has_topk:
             width += 1

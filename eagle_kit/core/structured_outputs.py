@@ -25,6 +25,33 @@ class Thought(NamedTuple):
     opener: int | None = None
     others: tuple[int, ...] = ()
 
+    def num_tokens_of(self, token_ids: Sequence[int]) -> int:
+        """Number of a response's tokens that are reasoning, the opener and the end excluded.
+
+        These are all tokens before the end; none where the response has no reasoning.
+        """
+        first = 0
+        if self.opener is not None:
+            if not token_ids or token_ids[0] != self.opener:
+                return 0
+            first = 1
+        for start in range(first, len(token_ids) - len(self.end) + 1):
+            if tuple(token_ids[start : start + len(self.end)]) == self.end:
+                return start - first
+        return len(token_ids) - first
+
+
+class ThinkingBudget(NamedTuple):
+    """Most tokens of a response's reasoning, after which its end is forced.
+
+    Attributes:
+        thought: bounds of the reasoning.
+        num_tokens: the opener and the end excluded.
+    """
+
+    thought: Thought
+    num_tokens: int
+
 
 class Grammar(NamedTuple):
     """Constraint as the engine follows it.

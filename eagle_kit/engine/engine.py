@@ -18,22 +18,25 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.autotune.policy import ShapeChoice, ShapePolicy
+from eagle_kit.autotune.chooser import MAX_OFFSET
+from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.ngram.index import NgramIndex
 from eagle_kit.engine.grammar.bad_words import MatchWithoutBadWords
+from eagle_kit.engine.grammar.bounds import BoundedMatch
 from eagle_kit.engine.grammar.protocols import Grammars, Match
 from eagle_kit.engine.graphs.cpu_graph import CpuGraphs
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphRunner
 from eagle_kit.engine.memory.engine_memory import NEED_LESS
 from eagle_kit.engine.request import Request, UncountedTokens
-from eagle_kit.engine.runner import Results, Runner
+from eagle_kit.engine.runner import PromptScores, Results, Runner
 from eagle_kit.engine.scheduler import Chunk, Scheduler
 from eagle_kit.engine.step_profile import ProfileSettings, StepProfile
 from eagle_kit.kv.page_pool import PagePool
@@ -356,10 +359,28 @@ class Engine:
         params = request.params
         response = request.response
         response.seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        eos = () if params.ignore_eos else self.target.config.eos_token_ids
-        response.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
+        response.stop_token_ids = self._stop_token_ids(params)
         response.max_tokens = min(params.max_tokens, self.config.max_context - len(request.prompt_ids))
         self.scheduler.add(request)
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a response."""
+        eos = () if params.ignore_eos else self.target.config.eos_token_ids
+        return frozenset((*params.stop_token_ids, *eos))
+
+    def _bounded(self, params: SamplingParams, match: Match | None) -> Match | None:
+        """A match with the bounds of a response's length. Raise UserError where they leave no token."""
+        stops = self._stop_token_ids(params)
+        min_tokens = params.min_tokens if stops else 0
+        if not min_tokens and params.thinking_budget is None:
+            return match
+        if min_tokens and params.allowed_token_ids is not None and stops.issuperset(params.allowed_token_ids):
+            raise UserError(
+                f"min_tokens is {min_tokens}, and allowed_token_ids has only tokens that end the response.",
+                "Allow another token, or leave min_tokens out.",
+            )
+        vocab_size = self.target.config.vocab_size
+        return BoundedMatch(stops, vocab_size, min_tokens, params.thinking_budget, match)
 
     def prepare(self, request: Request) -> None:
         """Compile a request's grammar, which may take seconds, and read its forbidden words, unless that has
@@ -378,7 +399,7 @@ class Engine:
         if request.bad_word_ids:
             vocab_size = self.target.config.vocab_size
             match = MatchWithoutBadWords(request.bad_word_ids, vocab_size, match, params.allowed_token_ids)
-        request.response.match = match
+        request.response.match = self._bounded(params, match)
 
     def prepare_grammars(self) -> None:
         """Make the compiler of grammars and compile a first one, so that no request waits for it. Raises
@@ -627,9 +648,11 @@ class Engine:
         """Choose the shape of the next cycle."""
         if isinstance(self.shapes, ShapeTable):
             return self.shapes.at(self.runner.padded(len(decoding)))
+        if all(request.params.speculative_depth == 0 for request in decoding):
+            return NO_SPECULATION
         acceptances = []
         for request in decoding:
-            acceptance = request.stats.acceptance or self.shapes.new_request()
+            acceptance = request.stats.acceptance or self._new_acceptance(self.shapes, request)
             acceptance.num_pending = request.on_device.num_pending_draft_tokens
             request.stats.acceptance = acceptance
             acceptances.append(acceptance)
@@ -637,6 +660,14 @@ class Engine:
         if self.target.ranks is not None:  # choices depend on time
             chosen = self.target.ranks.agree(chosen)
         return chosen
+
+    @staticmethod
+    def _new_acceptance(policy: ShapePolicy, request: Request) -> RequestAcceptance:
+        """Statistics of a request for the policy; those of one without speculation expect no acceptance."""
+        acceptance = policy.new_request()
+        if request.params.speculative_depth == 0:
+            acceptance.offset = -MAX_OFFSET
+        return acceptance
 
     def shapes_at(self, batch_size: int) -> list[SpecShape]:
         """List the shapes that batches of a size may have."""
@@ -718,6 +749,9 @@ class Engine:
         if not results.is_prefill:
             self._note_cycle(results, now)
 
+        if results.prompt_scores is not None:
+            self._append_prompt_logprobs(results.prompt_scores)
+
         # Read the tensors once, for all requests.
         tokens = emitted.tokens.tolist()
         counts = emitted.num_emitted.tolist()
@@ -783,6 +817,22 @@ class Engine:
                 self.stop(request)
         self._add_to_totals()
 
+    def _append_prompt_logprobs(self, scores: PromptScores) -> None:
+        """Append log-probabilities of prompt tokens to the requests that are still in the batch.
+
+        A request that was preempted has the first ones already.
+        """
+        chosen, ranks, top_ids, top_values = (part.tolist() for part in scores.copy.wait(self.target.ranks))
+        row = 0
+        for request, sequence, first, count in scores.parts:
+            found = request.response.prompt_logprobs
+            top = request.params.prompt_logprobs
+            for index in range(first, first + count) if request.sequence is sequence else ():
+                if index == len(found.entries):
+                    at = row + index - first
+                    found.append(chosen[at], ranks[at], top_ids[at][:top], top_values[at][:top])
+            row += count
+
     def _observe(
         self,
         request: Request,
@@ -797,7 +847,9 @@ class Engine:
         """
         policy = self._policy
         acceptance = request.stats.acceptance
-        if policy is None or acceptance is None:
+        limit = request.params.speculative_depth
+        is_limited = limit is not None and limit < shape.steps
+        if policy is None or acceptance is None or is_limited:
             return
         if shape.steps:
             policy.observe(acceptance, shape, num_accepted)
@@ -821,6 +873,7 @@ class Engine:
             request.stats.shapes[new.shape] += 1
             num_accepted = min(new.num_tokens, new.num_emitted - 1)
             request.stats.spec.observe(new.num_tokens, num_accepted)
+            request.stats.num_draft_tokens += new.num_draft_tokens
         self._counted.append((new.num_tokens, num_accepted, new.num_draft_tokens or 0))
 
     def _add_to_totals(self) -> None:
@@ -869,6 +922,10 @@ class Engine:
         match = response.match
         if match is not None:
             until_end = match.advance(tokens)
+            if isinstance(match, BoundedMatch) and match.is_spent and self.target.ranks is None:
+                # Without masks cycles need not wait for the host.
+                response.match = match.match
+                self.runner.forget_batch()
             if match.is_complete or match.is_stuck:
                 is_text = is_text or until_end < len(tokens)
                 tokens = tokens[:until_end]
@@ -876,7 +933,7 @@ class Engine:
 
         # Append them. Their keys are in the pool, but for the last one's.
         response.token_ids += tokens
-        num_hidden = 0 if is_text else 1
+        num_hidden = 0 if is_text or request.params.include_stop_str_in_output else 1
         response.num_text_tokens = len(response.token_ids) - num_hidden
         self.scheduler.mark_finite(request, request.num_to_compute)
         request.stats.last_token_at = now
@@ -886,6 +943,8 @@ class Engine:
 
     def _find_end(self, request: Request, tokens: list[int]) -> _End | None:
         """Find the first of the new tokens that ends the response; None if it goes on."""
+        if request.params.max_tokens == 0:
+            return _End(0, "length", is_text=True)
         for num_tokens, token in enumerate(tokens, 1):
             if token in request.response.stop_token_ids:
                 return _End(num_tokens, "stop", is_text=False)

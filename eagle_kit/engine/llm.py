@@ -20,7 +20,7 @@ from eagle_kit.autotune.shapes import MOST_STEPS
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import RankLost, UserError, shown
-from eagle_kit.core.output import RequestOutput, ResponseDelta, TokenLogprobs
+from eagle_kit.core.output import RequestOutput, ResponseDelta
 from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NGRAM_SHAPE, NO_SPECULATION, ShapeTable, SpecShape
@@ -66,7 +66,6 @@ from eagle_kit.engine.text_forwards import (
     check_layers,
     check_text,
     text_logits,
-    text_logprobs,
     text_states,
 )
 from eagle_kit.engine.text_stream import TextContext, TextStream, text_context
@@ -849,7 +848,6 @@ class LLM:
     ) -> list[RequestOutput]:
         """Serve the requests of every prompt to their ends."""
         requests = self._check_call(asked, shape)
-        prompt_logprobs = [self._prompt_logprobs(responses[0]) for responses in asked]
 
         # Of each request its prompt, and of each prompt the responses that have not finished.
         prompt_of = {request: at for at, responses in enumerate(asked) for request in responses}
@@ -865,22 +863,11 @@ class LLM:
                     if bar is not None:
                         bar.update()
                     if on_finish is not None and num_open[at] == 0:
-                        on_finish(at, _output(asked[at], prompt_logprobs[at]))
+                        on_finish(at, _output(asked[at]))
         finally:
             if bar is not None:
                 bar.close()
-        return [_output(*each) for each in zip(asked, prompt_logprobs, strict=True)]
-
-    def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None] | None:
-        """Log-probabilities of the tokens of a prompt; None where they are not asked for."""
-        top = request.params.prompt_logprobs
-        if top is None:
-            return None
-        with (
-            out_of_memory("computing log-probabilities of a prompt", FEWER_TOKENS),
-            self._on_all_ranks("text_logprobs", request.prompt_ids, top),
-        ):
-            return text_logprobs(self.target, request.prompt_ids, top)
+        return [_output(responses) for responses in asked]
 
     def _stream(
         self, asked: list[list[Request]], shape: str | SpecShape | ShapeTable | None
@@ -930,7 +917,12 @@ class LLM:
         stream = None
         if self.tokenizer is not None:
             stream = TextStream(
-                self.tokenizer, stop=params.stop, included_special_tokens=shown_tokens, context=context
+                self.tokenizer,
+                stop=params.stop,
+                included_special_tokens=shown_tokens,
+                context=context,
+                min_tokens=params.min_tokens,
+                includes_stop=params.include_stop_str_in_output,
             )
         elif params.stop:
             raise UserError(
@@ -1026,14 +1018,12 @@ def _named(draft: Any) -> Any:
     return draft.path if isinstance(draft, DraftFolder) else draft
 
 
-def _output(
-    responses: Sequence[Request], prompt_logprobs: list[TokenLogprobs | None] | None
-) -> RequestOutput:
+def _output(responses: Sequence[Request]) -> RequestOutput:
     """Output of a prompt: its first response, with the others."""
     outputs = [request.output() for request in responses]
     for index, output in enumerate(outputs):
         output.index = index
-        output.prompt_logprobs = prompt_logprobs
+        output.prompt_logprobs = outputs[0].prompt_logprobs
     outputs[0].others = outputs[1:]
     return outputs[0]
 

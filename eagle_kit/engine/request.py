@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.output import FinishReason, RequestOutput, ResponseLogprobs
+from eagle_kit.core.output import FinishReason, PromptLogprobs, RequestOutput, ResponseLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -46,6 +46,8 @@ class ResponseState:
             again.
         num_text_tokens: tokens of the response that are text: all but a token that ended the response.
         logprobs: one entry per token where log-probabilities were asked for.
+        prompt_logprobs: those of the prompt's tokens, where they were asked for; complete before the first
+            token of the response.
         finish_reason: set once, when the response has ended.
         stop_token_ids: tokens that end the response.
         max_tokens: most tokens that the response may have, by the parameters and the context.
@@ -57,6 +59,7 @@ class ResponseState:
     token_ids: list[int] = field(default_factory=list)
     num_text_tokens: int = 0
     logprobs: ResponseLogprobs = field(default_factory=ResponseLogprobs)
+    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
     finish_reason: FinishReason | None = None
     stop_token_ids: frozenset[int] = frozenset()
     max_tokens: int = 0
@@ -134,6 +137,7 @@ class RequestStats:
         shapes: cycles in each shape.
         uncounted: new tokens that are not in the statistics yet, the oldest first.
         acceptance: what the policy of shapes knows of this request; None where shapes are given.
+        num_draft_tokens: draft tokens that were verified.
         num_cached_tokens: prompt tokens that the prefix cache held when prefill began first.
         num_preemptions: times that the request gave way to another.
         admitted_at, first_token_at, last_token_at: ``time.perf_counter()`` seconds; 0.0 before.
@@ -143,6 +147,7 @@ class RequestStats:
     shapes: Counter[SpecShape] = field(default_factory=Counter)
     uncounted: deque[UncountedTokens] = field(default_factory=deque)
     acceptance: "RequestAcceptance | None" = None
+    num_draft_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     admitted_at: float = 0.0
@@ -235,6 +240,12 @@ class Request:
         return self.sequence.num_computed < self.num_to_compute
 
     @property
+    def scores_prompt(self) -> bool:
+        """True while log-probabilities of the prompt are to be computed: all of it is, without cached
+        pages."""
+        return self.params.prompt_logprobs is not None and not self.response.token_ids
+
+    @property
     def num_cacheable(self) -> int:
         """Tokens whose keys others may use, those of the draft included."""
         return max(0, self.sequence.num_finite - self.on_device.num_pending_draft_tokens)
@@ -263,6 +274,9 @@ class Request:
         """Make the output for the user."""
         text = self.decode_text()
         stats = self.stats
+        prompt_logprobs = None
+        if self.params.prompt_logprobs is not None:
+            prompt_logprobs = self.response.prompt_logprobs.of_all_tokens()
         prefill_s = stats.first_token_at - stats.admitted_at if self.token_ids else 0.0
         return RequestOutput(
             prompt_ids=self.prompt_ids,
@@ -276,4 +290,5 @@ class Request:
             prefill_s=prefill_s,
             decode_s=stats.last_token_at - stats.first_token_at,
             prompt=self.prompt,
+            prompt_logprobs=prompt_logprobs,
         )

@@ -76,6 +76,24 @@ from eagle_kit.verify.accept_window import sample_after_nodes
 from eagle_kit.verify.proposal import Deterministic, DraftOutput
 from eagle_kit.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 
+MAX_SCORED_ROWS = 256
+MAX_SCORED_LOGITS = 2**24
+"""Prompt tokens that are scored at once, and most logits of them."""
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of prompt tokens, on their way to the host.
+
+    Attributes:
+        parts: of each chunk its request, the request's sequence state at launch, the index of its first
+            entry, and the number of its entries.
+        copy: copy to the host of the tokens' log-probabilities fp32 ``[R]``, their ranks int64 ``[R]``, the
+            ids int64 and log-probabilities fp32 ``[R, top]`` of the most likely ones, chunk after chunk.
+    """
+
+    parts: list[tuple[Request, SequenceState, int, int]]
+    copy: HostCopy
+
 
 class Results(NamedTuple):
     """Results of a cycle or of a prefill, on their way to the host.
@@ -92,6 +110,7 @@ class Results(NamedTuple):
             tuning.
         num_captures: graphs that the cycle or the prefill captured, or recorded on a CPU.
         num_eager_runs: functions of it that ran eagerly because they have no graph for good.
+        prompt_scores: log-probabilities of the tokens of the step's prompts; None where none are asked for.
     """
 
     requests: list[Request]
@@ -103,6 +122,7 @@ class Results(NamedTuple):
     is_steady_state: bool = True
     num_captures: int = 0
     num_eager_runs: int = 0
+    prompt_scores: PromptScores | None = None
 
     @property
     def is_prefill(self) -> bool:
@@ -127,6 +147,7 @@ class CycleInputs(NamedTuple):
         window: the window to verify, if the host needs it before verification; None if the cycle proposes it.
         is_masked: True if grammars mask the logits of ``window``, by the masks of the slots.
         shard: requests that this rank computes attention for, in data-parallel attention; else None.
+        depth_limits: int64 ``[B]``, the greatest depth of a draft that may be accepted; None without limits.
     """
 
     slot_ids: torch.Tensor
@@ -134,6 +155,7 @@ class CycleInputs(NamedTuple):
     window: DraftOutput | None = None
     is_masked: bool = False
     shard: ShardRequests | None = None
+    depth_limits: torch.Tensor | None = None
 
 
 class Batch(NamedTuple):
@@ -172,6 +194,8 @@ class _PackedPrompts(NamedTuple):
         finished_rows: last row of each of them.
         unfinished: the other requests, each with the number of its tokens that are computed afterwards.
         unfinished_rows: last row of each of them.
+        scored: chunks whose log-probabilities are asked for; see :class:`PromptScores`.
+        scored_rows: rows before each token that is scored.
     """
 
     ids: list[int]
@@ -181,6 +205,8 @@ class _PackedPrompts(NamedTuple):
     finished_rows: list[int]
     unfinished: list[tuple[Request, int]]
     unfinished_rows: list[int]
+    scored: list[tuple[Request, SequenceState, int, int]]
+    scored_rows: list[int]
 
 
 class _FirstTokenInputs(NamedTuple):
@@ -407,9 +433,10 @@ class Runner:
         return [first, *others]
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
-        # A step of few rows has a fixed shape.
+        # A step of few rows has a fixed shape, unless prompts are scored.
         num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
-        for shape in self.prompt_shapes:
+        scores_prompts = any(chunk.request.scores_prompt for chunk in chunks)
+        for shape in () if scores_prompts else self.prompt_shapes:
             if num_rows <= shape.rows and len(chunks) <= shape.requests:
                 return self._prefill_padded(chunks, shape)
         drafter = self.models.drafter
@@ -428,6 +455,9 @@ class Runner:
             attend = self.recurrent_states.prompts(attend, _recurrent_texts(chunks, prompts.segments))
         capture = () if drafter is None else drafter.capture
         out = self.target(ids, positions, attend, capture)
+
+        # Score the prompts' tokens.
+        scores = self._score_prompts(prompts, out.hidden, next_ids) if prompts.scored_rows else None
 
         # Where a prompt goes on, only report whether its hidden states are finite.
         last_rows = self._tensor(prompts.finished_rows)
@@ -457,6 +487,7 @@ class Runner:
         if drafter is not None:
             batch = PromptBatch(out, ids, next_ids, prompts.segments, last_rows)
             draft = drafter.prefill(batch, self.candidate_spec)
+        results[0] = results[0]._replace(prompt_scores=scores)
         if not prompts.finished:
             return results
 
@@ -470,14 +501,21 @@ class Runner:
 
     def _pack(self, chunks: Sequence[Chunk], lookback: int) -> _PackedPrompts:
         """Pack chunks behind each other, each with the ``lookback`` tokens before it."""
-        prompts = _PackedPrompts([], [], [], [], [], [], [])
+        prompts = _PackedPrompts([], [], [], [], [], [], [], [], [])
         for chunk in chunks:
             request = chunk.request
             stop = chunk.stop
             sequence = request.sequence
 
-            # The tokens of the chunk, and the token after each. The last one may not be known yet.
+            # Rows that score the prompt's next token.
             start = max(0, chunk.start - lookback)
+            if request.scores_prompt:
+                first_row = len(prompts.ids) + chunk.start - start
+                num_scored = min(stop, len(request.prompt_ids) - 1) - chunk.start
+                prompts.scored.append((request, sequence, chunk.start, num_scored))
+                prompts.scored_rows.extend(range(first_row, first_row + num_scored))
+
+            # The tokens of the chunk, and the token after each. The last one may not be known yet.
             next_ids = request.tokens(start + 1, stop + 1)
             if len(next_ids) < stop - start:
                 next_ids = [*next_ids, 0]
@@ -499,6 +537,28 @@ class Runner:
                 prompts.unfinished.append((request, stop))
                 prompts.unfinished_rows.append(last_row)
         return prompts
+
+    def _score_prompts(
+        self, prompts: _PackedPrompts, hidden: torch.Tensor, next_ids: torch.Tensor
+    ) -> PromptScores:
+        """Compute log-probabilities of the tokens of prompts from the states before them.
+
+        Args:
+            hidden: ``[T, H]``.
+            next_ids: int64 ``[T]``, the token after each row.
+        """
+        wanted = [request.params.prompt_logprobs or 0 for request, *_ in prompts.scored]
+        num_rows = max(1, min(MAX_SCORED_ROWS, MAX_SCORED_LOGITS // self.vocab_size))
+        rows = self._tensor(prompts.scored_rows)
+        groups = []
+        for group in rows.split(num_rows):
+            logits = self.target.logits(hidden[group])
+            tokens = next_ids[group]
+            chosen, top_ids, top_values = token_logprobs(logits, tokens, max(wanted))
+            ranks = (logits >= logits.gather(1, tokens[:, None])).sum(-1)
+            groups.append((chosen, ranks, top_ids, top_values))
+        parts = tuple(torch.cat(each) for each in zip(*groups, strict=True))
+        return PromptScores(prompts.scored, HostCopy(parts))
 
     def _finite_results(self, prompts: list[tuple[Request, int]], finite: torch.Tensor) -> Results:
         """Make the results of prompts that go on: no tokens, and whether their last hidden states are finite.
@@ -740,14 +800,15 @@ class Runner:
 
         # N-gram drafts come from the host.
         tree = None
-        num_draft_tokens = [shape.tokens - 1] * len(requests)
+        num_draft_tokens = [_num_draft_tokens(request, shape) for request in requests]
         if ngram is not None and shape.steps:
             with self._ranges("ngram"):
                 found = self._ngram_draft(requests, batch.padding, ngram, shape)
-            num_draft_tokens = found.num_drafts[: len(requests)].tolist()
+            num_found = found.num_drafts[: len(requests)].tolist()
+            num_draft_tokens = [min(pair) for pair in zip(num_found, num_draft_tokens, strict=True)]
             # A batch in which few drafts were found has smaller windows, where no graph fixes their size.
             if self.target.ranks is None and not self.graphs.has_fixed_shapes:
-                found = found.cut(_rounded_nodes(max(num_draft_tokens), shape.tokens))
+                found = found.cut(_rounded_nodes(max(num_found), shape.tokens))
             # The first rank's log may hold tokens that a stop text removed, so all ranks take its drafts.
             tree = agree_tree(to_tree(found, self.device), self.target.ranks)
 
@@ -779,6 +840,10 @@ class Runner:
         finally:
             self.graphs = graphs
             self._batch = None
+
+    def forget_batch(self) -> None:
+        """Make the batch of the next cycle anew: masks of a request have changed."""
+        self._batch = None
 
     def _batch_of(self, requests: list[Request], shape: SpecShape) -> Batch:
         """Make the batch of ``requests`` for a cycle of ``shape``, or return that of the last cycle.
@@ -813,7 +878,13 @@ class Runner:
 
         # Requests of this rank, in data-parallel attention.
         shards = [request.sequence.allocation.shard for request in requests]
-        inputs = CycleInputs(slot_ids, sampling, shard=self._shard_requests(shards, len(slot_ids)))
+        shard = self._shard_requests(shards, len(slot_ids))
+        inputs = CycleInputs(slot_ids, sampling, shard=shard)
+
+        # Limits of the depth of drafts.
+        if any(request.params.speculative_depth is not None for request in requests):
+            limits = [_depth_limit(request) for request in requests] + [MAX_WINDOW] * padding
+            inputs = inputs._replace(depth_limits=self._tensor(limits))
 
         self._batch = Batch(
             requests, sequences, own_unit, unit, padding, inputs, num_logprobs, wants_logprobs, matches
@@ -1111,8 +1182,10 @@ class Runner:
         may_capture: bool,
     ) -> Emitted:
         """Run a cycle, as one function or as two with the host between them; see :meth:`_run`."""
-        # One function does it all, unless the host needs the window.
-        if tree is None and matches is None:
+        # One function does it all, unless the host needs the window. A window of the root has no depth.
+        limits = inputs.depth_limits if settings.shape.steps else None
+        inputs = inputs._replace(depth_limits=None)
+        if tree is None and matches is None and limits is None:
             return self._run_as_graph("cycle", self.run_cycle, inputs, settings, may_capture)
 
         # Get the window: from the host, or from the drafter.
@@ -1121,6 +1194,10 @@ class Runner:
         else:
             draft_inputs, draft_settings = self._proposal_inputs(inputs, settings)
             window = self._run_as_graph("propose", self._propose, draft_inputs, draft_settings, may_capture)
+
+        # Leave out drafts that are too deep for their requests.
+        if limits is not None:
+            window = window.limit_depth(limits)
 
         # Let grammars say which tokens may follow each of its nodes.
         if matches is not None:
@@ -1266,6 +1343,21 @@ class Runner:
 
     def _tensor(self, numbers: Sequence[int]) -> torch.Tensor:
         return to_device(numbers, self.device)
+
+
+def _depth_limit(request: Request) -> int:
+    """The greatest depth of a draft of the request that may be accepted."""
+    limit = request.params.speculative_depth
+    return MAX_WINDOW if limit is None else min(limit, MAX_WINDOW)
+
+
+def _num_draft_tokens(request: Request, shape: SpecShape) -> int:
+    """Number of a window's draft tokens that may be accepted. Where the depth of a tree is limited it is not
+    known to the host, and the number of the whole window is returned."""
+    limit = _depth_limit(request)
+    if limit == 0:
+        return 0
+    return min(shape.tokens - 1, limit) if shape.topk == 1 else shape.tokens - 1
 
 
 def _num_pending(request: Request) -> int:

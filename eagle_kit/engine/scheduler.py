@@ -408,7 +408,9 @@ class Scheduler:
 
     def _match(self, request: Request, shard: int) -> list[RadixNode]:
         """Find the cached pages of a shard that a waiting request begins with, by what was found
-        before."""
+        before. A prompt whose log-probabilities are asked for has none: cached tokens have no logits."""
+        if request.scores_prompt:
+            return []
         stop = request.num_to_compute - 1
         tokens = request.tokens(0, stop) if request.response.token_ids else request.prompt_ids
         known = request.turn.cached_nodes.get(shard, ())

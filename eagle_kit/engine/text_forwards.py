@@ -1,4 +1,4 @@
-"""Forwards over whole texts, without a cache: hidden states, logits and log-probabilities of given tokens.
+"""Forwards over whole texts, without a cache: hidden states, and logits of given tokens.
 
 Legend: T tokens of a text, H hidden, V vocabulary.
 """
@@ -9,13 +9,8 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.output import TokenLogprobs
 from eagle_kit.models.targets.target import Target, TargetOutput
 from eagle_kit.ops.backend import current_device
-from eagle_kit.ops.sampling import token_logprobs
-
-LOGIT_ROWS = 256
-"""Tokens whose logits exist at the same time."""
 
 
 class TextStates(NamedTuple):
@@ -78,32 +73,6 @@ def text_logits(target: Target, ids: Sequence[int]) -> torch.Tensor:
     """Compute the logits ``[T, V]`` after every token of a text."""
     with current_device(target.embed_tokens.weight.device):
         return target.logits(_forward(target, ids).hidden)
-
-
-@torch.inference_mode()
-def text_logprobs(target: Target, ids: Sequence[int], top: int) -> list[TokenLogprobs | None]:
-    """Compute the log-probability of every token of a text behind the tokens before it, and of its ``top``
-    most likely alternatives. The first token has none."""
-    entries: list[TokenLogprobs | None] = [None]
-    with current_device(target.embed_tokens.weight.device):
-        hidden = _forward(target, ids).hidden
-        following = torch.tensor(ids[1:], device=hidden.device)
-        for start in range(0, len(following), LOGIT_ROWS):
-            tokens = following[start : start + LOGIT_ROWS]
-            logits = target.logits(hidden[start : start + len(tokens)])
-            parts = token_logprobs(logits, tokens, min(top, logits.shape[-1]))
-            entries += _entries(*(part.tolist() for part in parts))
-    return entries
-
-
-def _entries(
-    chosen: list[float], top_ids: list[list[int]], top_values: list[list[float]]
-) -> list[TokenLogprobs]:
-    """Entries of some tokens, with their alternatives."""
-    found = []
-    for logprob, ids, values in zip(chosen, top_ids, top_values, strict=True):
-        found.append(TokenLogprobs(logprob, tuple(zip(ids, values, strict=True))))
-    return found
 
 
 def _forward(target: Target, ids: Sequence[int], layers: tuple[int, ...] = ()) -> TargetOutput:

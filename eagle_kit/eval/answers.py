@@ -71,6 +71,10 @@ class Answer:
         difference: fields of :class:`~eagle_kit.eval.identity.Difference`; None where there is
             none.
         text: of the response.
+        places: of a sample of a setting that does not promise its text: place of each token in the plain
+            target's distribution (:mod:`eagle_kit.eval.distribution`); empty for others.
+        total_variations: of a setting with another target, or with keys and values in fp8: distance of its
+            distribution from the plain target's at the first positions; empty for others.
     """
 
     task: str
@@ -91,6 +95,8 @@ class Answer:
     identical: bool | None = None
     difference: dict[str, Any] | None = None
     text: str = ""
+    places: list[float] = field(default_factory=list)
+    total_variations: list[float] = field(default_factory=list)
 
     @property
     def setting(self) -> Setting:

@@ -12,16 +12,19 @@ from typing import Any, NamedTuple
 from eagle_kit.config.eval import Round
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
-from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from eagle_kit.data.tasks.sets import EvalPrompt, Task
 from eagle_kit.eval.answers import PLAIN, Answer, AnswerKey, AnswerStore, Setting, seed_of_prompt
+from eagle_kit.eval.distribution import sample_places, total_variations
 from eagle_kit.eval.engines import EvalEngine
 from eagle_kit.eval.identity import compare_outputs
+from eagle_kit.eval.promises import EXACT, Promise, Promises
+from eagle_kit.eval.servers.measured_server import WARM_UP, WARM_UP_TOKENS
 from eagle_kit.eval.servers.server_round import ServedPrompts, ServerRound
 from eagle_kit.report.stages import TimeLeft, mute, say
 
-WARM_UP_TOKENS = 16
-WARM_UP = "warm-up"
+RECORDED_TOKENS = 32
+"""First tokens of a response at which distributions of another target are compared."""
 Engines = dict[str | None, EvalEngine]
 """By the name of the setting; None is the plain one."""
 
@@ -55,6 +58,7 @@ class Decoder:
     params: SamplingParams
     batch_size: int
     store: AnswerStore
+    promises: Promises
     show_progress: bool
     servers: ServerRound | None = None
 
@@ -89,7 +93,7 @@ class Decoder:
                 if batch.prompts:
                     first = number % num_runs
                     outputs = self._decode(engines, batch, self.runs[first:] + self.runs[:first], bar)
-                    self.store.add(self._answers(engines[None], batch, outputs))
+                    self.store.add(self._answers(engines, batch, outputs))
                 if self._num_pending_servers(whole):
                     self._decode_by_servers(engines[None], whole, number, bar)
                 if bar.n > done:
@@ -141,11 +145,9 @@ class Decoder:
     def _decode_by_servers(self, engine: EvalEngine, batch: PromptBatch, number: int, bar: Any) -> None:
         """Let every server decode a batch, of which our engine's answers are kept."""
         assert self.servers is not None
-        prompt_ids = []
+        prompt_ids = [engine.tokenize_task(prompt) for prompt in self._given(batch)]
         plain = []
         for prompt in batch.prompts:
-            responses = [self._plain_response(batch, prompt, turn) for turn in range(batch.turn)]
-            prompt_ids.append(engine.tokenize_task(prompt.given(responses)))
             group = self.store.get(batch.key(prompt))
             assert group is not None, "our engine decodes first"
             plain.append(group[PLAIN])
@@ -153,7 +155,7 @@ class Decoder:
         self.servers.decode(
             engine,
             served,
-            self._params(batch),
+            [replace(each, cache_salt=str(batch.round.number)) for each in self._params(batch)],
             round=batch.round.number,
             first=number,
             on_answers=bar.update,
@@ -179,12 +181,7 @@ class Decoder:
         self, engines: Engines, batch: PromptBatch, runs: Sequence[Setting], bar: Any
     ) -> dict[Setting, list[RequestOutput]]:
         """Decode a batch with every setting, in the order of ``runs``."""
-        # Later turns follow plain decoding's responses to the earlier ones, in every setting.
-        prompts = []
-        for prompt in batch.prompts:
-            responses = [self._plain_response(batch, prompt, turn) for turn in range(batch.turn)]
-            prompts.append(prompt.given(responses))
-
+        prompts = self._given(batch)
         outputs = {}
         for run in runs:
             # N-grams and cached prefixes are those of this setting in this round.
@@ -202,14 +199,17 @@ class Decoder:
         return outputs
 
     def _answers(
-        self, engine: EvalEngine, batch: PromptBatch, outputs: dict[Setting, list[RequestOutput]]
+        self, engines: Engines, batch: PromptBatch, outputs: dict[Setting, list[RequestOutput]]
     ) -> list[Answer]:
         """Turn outputs into records, each compared with the plain one."""
+        engine = engines[None]
         answers = []
         for run in self.runs:
             # Responses share the seconds of their batch by their decoded tokens.
             seconds = batch_decode_seconds(outputs[run])
             num_batch_tokens = sum(_num_decoded(output) for output in outputs[run])
+            promise = self.promises.get(run.draft, EXACT).at(batch.round.temperature)
+            of_run = []
             for prompt, output, plain in zip(batch.prompts, outputs[run], outputs[PLAIN], strict=True):
                 share = _num_decoded(output) / max(num_batch_tokens, 1)
                 answer = Answer(
@@ -230,18 +230,62 @@ class Decoder:
                     decode_share_s=seconds * share,
                     text=output.text,
                 )
-                if run != PLAIN:
+                if run != PLAIN and promise is not Promise.DISTRIBUTION:
                     difference = compare_outputs(engine, plain, output)
                     answer.identical = difference is None
                     answer.difference = None if difference is None else asdict(difference)
-                answers.append(answer)
+                of_run.append(answer)
+            self._judge(engines, batch, run, of_run)
+            answers += of_run
         return answers
+
+    def _judge(self, engines: Engines, batch: PromptBatch, run: Setting, answers: list[Answer]) -> None:
+        """Compare the distributions of a setting that does not promise its text with the plain target's.
+
+        Args:
+            answers: of ``run`` to the prompts of the batch; their distances are filled in.
+        """
+        promises = self.promises.get(run.draft, EXACT)
+        if run == PLAIN or promises.at(batch.round.temperature) is Promise.TEXT:
+            return
+        plain = engines[None]
+        prompt_ids = [plain.tokenize_task(prompt) for prompt in self._given(batch)]
+        params = self._params(batch)
+
+        # Samples against the plain target's distributions.
+        if batch.round.temperature > 0:
+            for answer, ids, each in zip(answers, prompt_ids, params, strict=True):
+                logits = _response_logits(plain, ids, answer.token_ids)
+                answer.places = sample_places(logits, answer.token_ids, each)
+
+        # Distributions of another target, which are recorded in responses of their own: it takes time.
+        if not promises.has_same_target:
+            num_tokens = min(RECORDED_TOKENS, self.params.max_tokens)
+            records = [replace(each, logprobs=MAX_LOGPROBS, max_tokens=num_tokens) for each in params]
+            outputs = engines[run.draft].chat(prompt_ids, records, shape=run.shape)
+            for answer, output in zip(answers, outputs, strict=True):
+                logits = _response_logits(plain, output.prompt_ids, output.token_ids)
+                answer.total_variations = total_variations(logits, output.logprobs)
+
+    def _given(self, batch: PromptBatch) -> list[Any]:
+        """The prompts of a batch. Later turns follow plain decoding's responses to the earlier ones, in every
+        setting."""
+        prompts = []
+        for prompt in batch.prompts:
+            responses = [self._plain_response(batch, prompt, turn) for turn in range(batch.turn)]
+            prompts.append(prompt.given(responses))
+        return prompts
 
     def _plain_response(self, batch: PromptBatch, prompt: EvalPrompt, turn: int) -> str:
         """Plain decoding's response to an earlier turn of a prompt, in the batch's round."""
         group = self.store.get(batch.key(prompt, turn))
         assert group is not None, "turns are decoded in order"
         return group[PLAIN].text
+
+
+def _response_logits(engine: EvalEngine, prompt_ids: list[int], token_ids: list[int]) -> Any:
+    """Logits ``[T, V]`` of the target before each of the T tokens of a response."""
+    return engine.logits(prompt_ids + token_ids)[len(prompt_ids) - 1 : -1]
 
 
 def _num_decoded(output: RequestOutput) -> int:

@@ -170,7 +170,7 @@ def make_engines(
 
     plain = LLM(folder, config=options(config))
     targets = {_target_key(config): plain.target}
-    engines = [plain]
+    engines: list[EvalEngine] = [plain]
     for setting in settings:
         key = _target_key(setting.engine)
         shared = targets.get(key, folder)

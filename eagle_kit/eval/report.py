@@ -7,9 +7,10 @@ from typing import Any
 from eagle_kit.config.eval import AUTO
 from eagle_kit.core.files import write_bytes_atomically
 from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.eval.distribution import LEVEL
 from eagle_kit.eval.identity import describe
 from eagle_kit.eval.servers.server_rows import server_lines
-from eagle_kit.eval.summary import ALL, find_row
+from eagle_kit.eval.summary import ALL, find_row, is_tested
 from eagle_kit.report.environment import machine_title
 from eagle_kit.report.plots import Bars, BarSeries, Colour, Curve, Curves, draw, hue, shade
 from eagle_kit.report.tables import Table, number
@@ -35,6 +36,8 @@ def report(summary: dict[str, Any]) -> str:
     if any(row["category"] != ALL and row["draft"] is not None for row in summary["rows"]):
         lines += ["accept length by category", category_table(summary), ""]
     lines += identity_lines(summary)
+    lines += distribution_lines(summary)
+    lines += loss_lines(summary)
     lines += server_lines(summary.get("servers", []))
     lines += [f"{name.replace('_', ' ')}: {path}" for name, path in summary.get("paths", {}).items()]
     return "\n".join(lines)
@@ -124,6 +127,50 @@ def identity_lines(summary: dict[str, Any]) -> list[str]:
     if all(row["draft"] is None for row in summary["rows"]):
         lines.append("greedy identical: nothing to compare, only plain decoding was measured")
     return lines
+
+
+def distribution_lines(summary: dict[str, Any]) -> list[str]:
+    """``distribution kept: yes`` or ``no`` for settings that promise no text, with the p-value of each."""
+    if summary["distribution_kept"] is None:
+        return []
+    tested = [row for row in summary["rows"] if is_tested(row)]
+    word = "yes" if summary["distribution_kept"] else "no"
+    of_tests = "1 test" if len(tested) == 1 else f"{len(tested)} tests together"
+    lines = [f"distribution kept: {word} (Kolmogorov-Smirnov, level {LEVEL:g} of {of_tests})"]
+    for row in tested:
+        test = row["distribution"]
+        lines.append(f"  {_setting(row)}: p {test['p_value']:.2g}, {test['num_tokens']} tokens")
+    return lines
+
+
+def loss_lines(summary: dict[str, Any]) -> list[str]:
+    """What settings that promise nothing lose."""
+    lines = []
+    for row in summary["rows"]:
+        if (row["task"], row["category"], row.get("promise")) != (ALL, ALL, "nothing"):
+            continue
+        losses = []
+        if row["temperature"] == 0:
+            same = row["num_answers"] - row["num_different"]
+            losses.append(
+                f"{same} of {row['num_answers']} answers are the plain ones, {row['agreement']:.1%} of the "
+                "tokens come before a difference"
+            )
+        if row["total_variation"] is not None:
+            losses.append(f"total variation {row['total_variation']:.2g} from the plain target")
+        test = row["distribution"]
+        if test is not None:
+            losses.append(
+                f"samples are {test['distance']:.3f} from the target's distribution "
+                f"(p {test['p_value']:.2g}, {test['num_tokens']} tokens)"
+            )
+        lines.append(f"lossy: {_setting(row)}: {'; '.join(losses)}")
+    return lines
+
+
+def _setting(row: dict[str, Any]) -> str:
+    """A row's setting, shape and temperature."""
+    return f"{row['draft']} {row['shape']} at T {row['temperature']:g}"
 
 
 def plot(summary: dict[str, Any], folder: Path) -> Path | None:

@@ -32,14 +32,14 @@ from eagle_kit.eval.engines import (
     open_drafts,
     plain_options,
 )
-from eagle_kit.eval.promises import Promise, promise_of
+from eagle_kit.eval.promises import Promised, Promises, promised
 from eagle_kit.eval.report import plot, report
 from eagle_kit.eval.servers.measured_server import MeasuredServer
 from eagle_kit.eval.servers.server_answers import ServerAnswerStore
 from eagle_kit.eval.servers.server_checks import LabelledPrompt
 from eagle_kit.eval.servers.server_round import ServerRound
 from eagle_kit.eval.servers.server_rows import describe_servers, server_rows
-from eagle_kit.eval.summary import Promises, summarise
+from eagle_kit.eval.summary import summarise
 from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
 from eagle_kit.report.plots import require_matplotlib
 
@@ -117,6 +117,9 @@ def run_eval(
     with sole_writer(Path(out), Path(out) / LOCK):
         # Decode what an earlier run with the same settings has not.
         store = AnswerStore(Path(out), described, runs)
+        promises: dict[str | None, Promised] = {}
+        for setting in measured:
+            promises[setting.name] = promised(setting, plain_options(engine))
         params = SamplingParams(max_tokens=config.max_tokens, top_p=config.top_p)
         round = ServerRound(servers, ServerAnswerStore(Path(out))) if servers else None
         decoder = Decoder(
@@ -126,6 +129,7 @@ def run_eval(
             params,
             engine.batch_size,
             store,
+            promises,
             show_progress=not quiet,
             servers=round,
         )
@@ -149,10 +153,6 @@ def run_eval(
                 plain.close()
 
         # Summarise all answers.
-        promises: dict[tuple[str | None, float], Promise] = {}
-        for setting in measured:
-            for temperature in config.temperatures:
-                promises[setting.name, temperature] = promise_of(setting, plain_options(engine), temperature)
         paths = {name: str(path) for name, path in drafts.items()}
         return _finish(store, runs, tasks, promises, paths, config, quiet, round)
 
@@ -300,7 +300,8 @@ def _finish(
         "drafts": [{"name": name, "path": path} for name, path in drafts.items()],
         **summarise(store.answers, runs, [task.name for task in tasks], promises),
     }
-    summary["passed"] = summary["greedy_identical"] is not False and summary["seeded_identical"] is not False
+    checks = (summary["greedy_identical"], summary["seeded_identical"], summary["distribution_kept"])
+    summary["passed"] = False not in checks
     paths = {"answers": str(store.folder / ANSWERS_FILE), "summary": str(store.folder / SUMMARY_FILE)}
     if round is not None:
         # Servers are rows of the same table.

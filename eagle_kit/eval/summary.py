@@ -6,18 +6,17 @@ seconds) on the same prompts in the same run.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.eval.answers import PLAIN, Answer, Setting
-from eagle_kit.eval.promises import Promise
+from eagle_kit.eval.distribution import LEVEL, uniform_test
+from eagle_kit.eval.promises import EXACT, Promise, Promises
 
 ALL = "all"
 """The task or category of a row that adds all of them up."""
-Promises = Mapping[tuple[str | None, float], Promise]
-"""By the name of a setting and the temperature."""
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
 """97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; the last one stands for more, which is
 on the safe side."""
@@ -35,7 +34,7 @@ def summarise(
         answers: of complete prompts, every setting's.
         runs: the settings, plain first.
         tasks: task names, in the order to show.
-        promises: of settings at temperatures; settings that are missing promise the text.
+        promises: of settings; settings that are missing promise the text.
 
     Returns:
         ``rows``: for each temperature, one per setting and per (task, category): all tasks together
@@ -44,18 +43,21 @@ def summarise(
         ``num_prompts``: user turns measured. ``num_compared``: answers whose text has to equal the plain one.
         ``greedy_identical`` and ``seeded_identical``: whether all of them do, greedy ones and samples (None
         when nothing was compared). ``differences``: the answers that do not, with their first difference.
+        ``distribution_kept``: whether no setting that promises the target's distribution is rejected (None
+        without any). The tests have the level ``LEVEL`` together, so each has an equal part of it.
     """
     rows = []
     for temperature in dict.fromkeys(answer.temperature for answer in answers):
         of_temperature = [answer for answer in answers if answer.temperature == temperature]
         for part in _parts(of_temperature, tasks):
             for run in runs:
-                promise = promises.get((run.draft, temperature), Promise.TEXT)
-                about = {"temperature": temperature, "promise": None if run == PLAIN else promise.value}
-                rows.append({**about, **_row(run, part)})
+                promise = None
+                if run != PLAIN:
+                    promise = promises.get(run.draft, EXACT).at(temperature)
+                rows.append({"temperature": temperature, **_row(run, part, promise)})
     compared = []
     for answer in answers:
-        promise = promises.get((answer.draft, answer.temperature), Promise.TEXT)
+        promise = promises.get(answer.draft, EXACT).at(answer.temperature)
         if answer.identical is not None and promise is Promise.TEXT:
             compared.append(answer)
     return {
@@ -64,6 +66,7 @@ def summarise(
         "num_compared": len(compared),
         "greedy_identical": _all_identical([each for each in compared if each.temperature == 0]),
         "seeded_identical": _all_identical([each for each in compared if each.temperature > 0]),
+        "distribution_kept": _all_kept(rows),
         "differences": [
             {
                 "task": answer.task,
@@ -84,6 +87,19 @@ def summarise(
 def _all_identical(compared: Sequence[Answer]) -> bool | None:
     """Whether all answers equal the plain ones; None without any."""
     return all(answer.identical for answer in compared) if compared else None
+
+
+def _all_kept(rows: Sequence[dict[str, Any]]) -> bool | None:
+    """Whether no test of a setting that promises the distribution rejects it; None without a test."""
+    tests = [row["distribution"] for row in rows if is_tested(row)]
+    return all(test["p_value"] >= LEVEL / len(tests) for test in tests) if tests else None
+
+
+def is_tested(row: dict[str, Any]) -> bool:
+    """Whether a row has the test that decides about a setting: of all tasks, where the distribution is
+    promised."""
+    is_whole = (row["task"], row["category"]) == (ALL, ALL)
+    return is_whole and row.get("promise") == Promise.DISTRIBUTION and row["distribution"] is not None
 
 
 def find_row(
@@ -129,7 +145,7 @@ def _parts(answers: Sequence[Answer], tasks: Sequence[str]) -> Iterator[_Part]:
                 yield _Part(task, category, of_category)
 
 
-def _row(run: Setting, part: _Part) -> dict[str, Any]:
+def _row(run: Setting, part: _Part, promise: Promise | None) -> dict[str, Any]:
     """One setting on one part.
 
     ``accept_length``: tokens per verify, bonus included. ``acceptance_per_position[d]``: share of verifies
@@ -138,14 +154,20 @@ def _row(run: Setting, part: _Part) -> dict[str, Any]:
     over plain decoding's of the same turn, the median, which a stall of the machine does not move;
     ``speedup_of_totals``: ratio of the tokens per second. ``accept_length_error`` and ``speedup_error``: half
     of the 95 % interval of the mean over seeds (Student's t); None with fewer than two seeds. ``prefill_s``:
-    mean seconds to the first token. ``num_different``: answers that differ from the plain ones. Values
-    without data are None.
+    mean seconds to the first token. ``num_different``: answers that differ from the plain ones.
+    ``promise``: what is the same as in plain decoding, ``text``, ``distribution`` or ``nothing``.
+    ``agreement``: share of the plain text before the first different token, where nothing is promised.
+    ``distribution``: fields of :class:`~eagle_kit.eval.distribution.UniformTest` for samples that promise no
+    text. ``total_variation``: mean over the recorded positions, from the plain target. Values without data
+    are None.
     """
     answers = part.of(run)
     plain = part.of(PLAIN)
     stats = SpecStats()
     for answer in answers:
         stats.add(answer.stats)
+    test = uniform_test([place for answer in answers for place in answer.places])
+    variations = [value for answer in answers for value in answer.total_variations]
     speed = decode_speed(answers)
     plain_speed = decode_speed(plain)
     speedup_of_totals = None
@@ -170,7 +192,23 @@ def _row(run: Setting, part: _Part) -> dict[str, Any]:
         "decode_s": sum(answer.decode_share_s for answer in answers),
         "prefill_s": sum(answer.prefill_s for answer in answers) / len(answers) if answers else None,
         "num_different": sum(answer.identical is False for answer in answers),
+        "promise": None if promise is None else promise.value,
+        "agreement": _agreement(answers, plain) if promise is Promise.NOTHING else None,
+        "distribution": None if test is None else test._asdict(),
+        "total_variation": statistics.fmean(variations) if variations else None,
     }
+
+
+def _agreement(answers: Sequence[Answer], plain: Sequence[Answer]) -> float | None:
+    """Share of the plain tokens that come before the first different one of an answer; None without any."""
+    num_plain_of = {answer.key: len(answer.token_ids) for answer in plain}
+    num_agreed = 0
+    num_tokens = 0
+    for answer in answers:
+        num_plain = num_plain_of.get(answer.key, 0)
+        num_tokens += num_plain
+        num_agreed += num_plain if answer.difference is None else answer.difference["position"]
+    return num_agreed / num_tokens if num_tokens else None
 
 
 def _by_seed(

@@ -7,7 +7,7 @@ that is not sound for the type of the proposal.
 Legend: B requests, N window nodes, S draft steps, Q nodes with children, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -58,3 +58,25 @@ class DraftOutput(NamedTuple):
 
     tree: Tree
     proposal: Proposal
+
+    def limit_depth(self, limits: torch.Tensor) -> "DraftOutput":
+        """Make the window in which no draft below a depth can be accepted.
+
+        Such a node is no child of another, and counts as not sampled: the token after its parent is sampled
+        from the target's distribution.
+
+        Args:
+            limits: int64 ``[B]``, the greatest depth of a draft that may be accepted; 0 for none.
+        """
+        # A node that is its own parent is reached from no other.
+        tree = self.tree
+        nodes = torch.arange(tree.parents.shape[1], device=tree.parents.device)
+        is_too_deep = tree.depths > limits[:, None]
+        tree = tree._replace(parents=torch.where(is_too_deep, nodes, tree.parents))
+
+        # Verifiers of sampled drafts read a row of zeros as "no child was sampled".
+        proposal = self.proposal
+        if isinstance(proposal, Deterministic):
+            return DraftOutput(tree, proposal)
+        may_have_children = tree.depths[:, : proposal.q.shape[1]] < limits[:, None]
+        return DraftOutput(tree, replace(proposal, q=proposal.q * may_have_children[..., None]))

@@ -85,7 +85,7 @@ def refusal(*words):
         ("T --no-enable-prefix-caching", {"prefix_cache": False}),
         ("T --enable-prefix-caching", {"prefix_cache": True}),
         ("T --max-num-seqs 4 --block-size 32", {"max_batch_size": 4, "page_size": 32}),
-        ("T --kv-cache-memory-bytes 4G", {"kv_memory": 4 * 10**9}),
+        ("T --kv-cache-memory-bytes 4G", {"kv_memory": 4 * 2**30}),
         ("T --max-total-tokens 1000", {"kv_tokens": 1000}),
         ("T --random-seed 7", {"seed": 7}),
         # Devices and kernels.
@@ -313,3 +313,70 @@ def test_flags_of_others_hold_for_commands_with_the_engines_flags():
     assert set(values) <= {*EngineFlags.model_fields, *EngineConfig.model_fields}
     with pytest.raises(UserError, match="--uvicorn-log-level debug is a flag of servers"):
         parser.parse_args(["--uvicorn-log-level", "debug"])
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        # The beginning of a name, with a value that is not the model.
+        ("--model-path T --speculative-algo EAGLE3", {"model": "T", "speculative_algorithm": "EAGLE3"}),
+        ("--mem-frac 0.7 --model-path T", {"model": "T", "gpu_memory_utilization": 0.7}),
+        ("--model-p T --context-len 4096", {"model": "T", "max_context": 4096}),
+        ("--model T --quant fp8", {"model": "T", "quantization": "fp8"}),
+        ('--model T --speculative-conf {"model":"D"}', {"model": "T", "draft": "D"}),
+        ("--model T --speculative-draft D", {"model": "T", "draft": "D"}),
+        ("--model T --speculative-algo NEXTN --speculative-draft T", {"draft": None}),
+        # Names in another case.
+        ("--MODEL-PATH T --Max-Num-Seqs 8", {"model": "T", "max_batch_size": 8}),
+        ("--model T --No-Enable-Prefix-Caching", {"prefix_cache": False}),
+        # Two limits of prompts, of which the smaller holds.
+        ("T --chunked-prefill-size 4096 --max-prefill-tokens 16384", {"prefill_tokens": 4096}),
+        ("T --max-prefill-tokens 2048 --chunked-prefill-size 4096", {"prefill_tokens": 2048}),
+        ("T --max-prefill-tokens 2048 --chunked-prefill-size -1", {"prefill_tokens": 2048}),
+        ("T --kv-cache-memory-bytes 10G", {"kv_memory": 10 * 2**30}),
+        ("T --log-level-http warning --log-level info", {"log_level": "info"}),
+        ("--model T -O 3", {"model": "T"}),
+        ("--model T -O2", {"model": "T"}),
+    ],
+)
+def test_habits_of_launch_lines(words, wanted):
+    options = parse_serve_flags(words.split())
+    assert values_of(options, *wanted) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--model-path T --nonsense 3", "--nonsense"),
+        ("--nonsense=3 --model-path T --tp 2", "--nonsense"),
+        ("T --enable-prefix-caching --disable-radix-cache", "--disable-radix-cache"),
+        ("T --no-prefix-cache --enable-prefix-caching", "--enable-prefix-caching"),
+        ("T --context-length 8192.7", "--context-length"),
+        ("T --speculative-config.depth 3", "--speculative-config.depth is no key"),
+        ("T -cc.mode=3", "-cc.mode=3"),
+        ('T --speculative-config {"speculative_token_tree":"[(0,)]"}', "speculative_token_tree"),
+    ],
+)
+def test_what_is_not_taken_is_named(words, named):
+    with pytest.raises(UserError) as error:
+        parse_serve_flags(words.split())
+    assert named in error.value.cause
+
+
+def test_prompts_that_should_not_be_computed_in_parts_are_answered_with_a_note(capsys):
+    parse_serve_flags(["T", "--no-enable-chunked-prefill"])
+    assert "--no-enable-chunked-prefill" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shape"),
+    [
+        ("--speculative-num-draft-tokens 16", "15,1,16"),
+        ("--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 16", "15,1,16"),
+        ("--speculative-num-steps 5", "5,1,6"),
+        ("--speculative-eagle-topk 4 --speculative-num-draft-tokens 16", "3,4,16"),
+    ],
+)
+def test_a_block_of_dflash_is_a_chain(numbers, shape):
+    words = f"T --speculative-algorithm DFLASH --speculative-draft-model-path D {numbers}"
+    assert str(parse_serve_flags(words.split()).engine.shape) == shape

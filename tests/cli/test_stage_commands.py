@@ -25,9 +25,12 @@ sys.exit(3)
 """
 """A stage that ends when the time it took so far is on the disk."""
 ENDS = """
-import sys
+import sys, time
+
+time.sleep(0.15)
 sys.exit(int(sys.argv[1]))
 """
+"""A stage that takes more than the tenth of a second to which times are rounded."""
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import REMEDIES, SamplingParams
 
 REFUSED = {
-    "max_tokens": (0, -1, math.inf, None, 2.0, "8"),
+    "max_tokens": (-1, -2, math.inf, None, 2.0, "8"),
     "temperature": (-0.01, math.inf, math.nan, "0.5", None, True),
     "top_k": (-2, 2.0),
     "top_p": (-0.1, 0.0, 1.01),
@@ -26,7 +26,7 @@ REFUSED = {
     "cache_salt": ("", "s" * 257, 5, b"s", ["s"]),
 }
 ALLOWED = {
-    "max_tokens": (1,),
+    "max_tokens": (0, 1),
     "temperature": (0.0, 5.0),
     "top_k": (0, 10**6),
     "top_p": (1e-6, 1.0),

@@ -196,40 +196,13 @@ def test_a_stream_that_is_left_ends_its_responses_and_one_that_is_not_keeps_the_
         llm.stream("Hi", prompt_logprobs=1)
 
 
-def test_prompt_logprobs_are_those_of_the_target(llm):
-    ids = tokens_of("The cat sees the dog.")
-    (output,) = llm.generate([ids], max_tokens=1, prompt_logprobs=2)
-    logprobs = llm.logits(ids).log_softmax(-1)
-    first, *others = output.prompt_logprobs
-    assert first is None and len(others) == len(ids) - 1
-    for row, token, entry in zip(logprobs, ids[1:], others, strict=False):
-        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
-        values, tokens = row.topk(2)
-        assert [token for token, _ in entry.top] == tokens.tolist()
-        assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
-    assert llm.generate([ids], max_tokens=1)[0].prompt_logprobs is None
-
-
-def test_too_little_memory_for_states_and_logprobs_is_one_sentence(llm, monkeypatch):
+def test_too_little_memory_for_states_is_one_sentence(llm, monkeypatch):
     def fail(target, ids, more):
         raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB.")
 
     monkeypatch.setattr("eagle_kit.engine.llm.text_states", fail)
-    monkeypatch.setattr("eagle_kit.engine.llm.text_logprobs", fail)
     with pytest.raises(UserError, match="out of memory while computing hidden states"):
         llm.hidden_states("Hi")
-    with pytest.raises(UserError, match="out of memory while computing log-probabilities"):
-        llm.generate("Hi", GREEDY, prompt_logprobs=1)
-
-
-def test_the_logits_of_a_prompt_are_made_a_part_at_a_time(llm, monkeypatch):
-    from eagle_kit.engine import text_forwards
-
-    ids = tokens_of("The cat sees the dog.")
-    whole = llm.generate([ids], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs
-    monkeypatch.setattr(text_forwards, "LOGIT_ROWS", 5)
-    parts = llm.generate([ids], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs
-    assert [entry.logprob for entry in parts[1:]] == pytest.approx([entry.logprob for entry in whole[1:]])
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}

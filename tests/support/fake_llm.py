@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.output import RequestOutput, TokenLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -19,6 +19,9 @@ PREFILL_SECONDS = 0.25
 
 class FakeTokenizer:
     chat_template: str | None = "{{ messages }}"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(f"w{token}" for token in ids)
@@ -104,6 +107,12 @@ class FakeLLM:
                 stats.observe(emitted, min(self.accepted, shape.steps, emitted))
             num_cycles += 1
             left -= emitted
+        logprobs = []
+        if params.logprobs is not None:
+            for row in self.logits(ids)[len(prompt_ids) - 1 : -1].log_softmax(-1):
+                top = row.topk(params.logprobs)
+                pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+                logprobs.append(TokenLogprobs(0.0, tuple(pairs)))
         return RequestOutput(
             prompt_ids,
             response,
@@ -112,7 +121,17 @@ class FakeLLM:
             stats,
             prefill_s=PREFILL_SECONDS,
             decode_s=num_cycles * SECONDS_PER_CYCLE,
+            logprobs=logprobs,
         )
+
+
+def plain_generation(prompt_ids: list[int], num_tokens: int) -> tuple[str, list[int]]:
+    """Text and token ids with which plain decoding responds."""
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        ids.append(_next(ids))
+    response = ids[len(prompt_ids) :]
+    return FakeTokenizer().decode(response), response
 
 
 def _next(ids: list[int]) -> int:

@@ -26,7 +26,7 @@ from eagle_kit.engine.graphs.warm_up import warm_up
 from eagle_kit.engine.request import Request
 from eagle_kit.engine.step_profile import ProfileSettings
 from eagle_kit.engine.tensor_parallel.ranks import RankGroup
-from eagle_kit.engine.text_forwards import text_logits, text_logprobs, text_states
+from eagle_kit.engine.text_forwards import text_logits, text_states
 from eagle_kit.models.targets.target import Target
 
 CALLS = frozenset(
@@ -43,7 +43,6 @@ CALLS = frozenset(
         "step",
         "stop_profile",
         "text_logits",
-        "text_logprobs",
         "text_states",
         "use_graphs",
         "use_shape",
@@ -342,10 +341,6 @@ class Follower:
     def text_states(self, ids: list[int], layers: tuple[int, ...]) -> None:
         """See :func:`~eagle_kit.engine.text_forwards.text_states`."""
         text_states(self._target, ids, layers)
-
-    def text_logprobs(self, ids: list[int], top: int) -> None:
-        """See :func:`~eagle_kit.engine.text_forwards.text_logprobs`."""
-        text_logprobs(self._target, ids, top)
 
     def text_logits(self, ids: list[int]) -> None:
         """See :func:`~eagle_kit.engine.text_forwards.text_logits`."""

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 COMPLETIONS = "/v1/completions"
 TOKEN_IDS = "return_token_ids"
 """Parameter of a request for the token ids of the response; servers without it refuse or ignore it."""
+OURS = "eagle-kit"
+"""Name of our engine by its metrics: its samples of a seed are those of our engine here."""
 WARM_UP_TOKENS = 16
+WARM_UP = "warm-up"
 SETTLING_S = 3.0
 """Seconds in which a server writes its counters after the end of a response."""
 POLL_S = 0.05
@@ -135,7 +138,7 @@ class MeasuredServer(OpenAIServer):
 
     def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
         """Decode a little, unmeasured, and find out whether the server gives token ids."""
-        params = SamplingParams(max_tokens=min(WARM_UP_TOKENS, max_tokens))
+        params = SamplingParams(max_tokens=min(WARM_UP_TOKENS, max_tokens), cache_salt=WARM_UP)
         try:
             self.decode(prompts, params)
         except RefusedRequest as error:
@@ -191,6 +194,8 @@ class MeasuredServer(OpenAIServer):
                 body["seed"] = params.seed
         if self._gives_token_ids:
             body[TOKEN_IDS] = True
+        if self.facts.engine == OURS and params.cache_salt is not None:
+            body["cache_salt"] = params.cache_salt  # n-grams of other passes are not proposed
         return body
 
     async def _send(self, bodies: Sequence[dict[str, Any]]) -> list[ServedResponse]:

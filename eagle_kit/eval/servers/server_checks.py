@@ -69,7 +69,7 @@ def check_server(
         UserError: it serves another model than ``target``, its tokenizer differs, or a prompt with
             ``max_tokens`` of response is longer than its context.
     """
-    _check_model(server, resolve_target(target))
+    _check_model(server, target)
     _check_tokenizer(server, tokenizer)
 
     # Room for every first turn.
@@ -95,14 +95,14 @@ def _known_here(name: str) -> str | None:
     return None
 
 
-def _check_model(server: MeasuredServer, target: Path) -> None:
+def _check_model(server: MeasuredServer, target: str | Path) -> None:
     """Compare the sizes of the target with those of the server's model, where that is known here."""
     facts = server.facts
     known = _known_here(facts.root) or _known_here(facts.model)
     if known is None:
         return
     served = read_object(resolve_target(known) / "config.json")
-    wanted = read_object(target / "config.json")
+    wanted = read_object(resolve_target(target) / "config.json")
     for name in SIZES:
         if served.get(name) != wanted.get(name):
             raise UserError(

@@ -10,7 +10,7 @@ from eagle_kit.data.tasks.sets import EvalPrompt
 from eagle_kit.eval.answers import Answer
 from eagle_kit.eval.engines import EvalEngine
 from eagle_kit.eval.identity import first_difference
-from eagle_kit.eval.servers.measured_server import MeasuredServer, ServedBatch, ServedResponse
+from eagle_kit.eval.servers.measured_server import OURS, MeasuredServer, ServedBatch, ServedResponse
 from eagle_kit.eval.servers.server_answers import (
     ServedAnswer,
     ServedRecord,
@@ -20,8 +20,6 @@ from eagle_kit.eval.servers.server_answers import (
 )
 from eagle_kit.eval.servers.server_checks import LabelledPrompt, check_server
 
-OURS = "eagle-kit"
-"""Name of our engine by its metrics: its samples of a seed are those of our engine here."""
 UNFINISHED = "\ufffd"
 """Stands for the beginning of a character whose other tokens were cut off."""
 SHOWN_CHARACTERS = 24

@@ -30,10 +30,12 @@ class Written(NamedTuple):
     Attributes:
         choice: the choice without its log-probabilities.
         logprobs: the log-probabilities as pieces of JSON, which can be read once; None without.
+        prompt_logprobs: those of the prompt, in the same way.
     """
 
     choice: BaseModel
     logprobs: Iterator[str] | None = None
+    prompt_logprobs: Iterator[str] | None = None
 
 
 class Answer(ABC, Generic[BodyT]):
@@ -66,6 +68,16 @@ class Answer(ABC, Generic[BodyT]):
     def choice(self, index: int, delta: Delta) -> Written:
         """Make the choice of a finished generated response."""
 
+    def prompt_logprobs(self) -> Iterator[str] | None:
+        """Make the log-probabilities of the prompt as pieces of JSON, where they are a field of the whole
+        response; else None."""
+        return None
+
+    def prompt_token_ids(self) -> dict[str, Any]:
+        """The field with the prompt's tokens, where it is one of the whole response and asked for; else
+        empty."""
+        return {}
+
     @abstractmethod
     def opening(self) -> Iterable[BaseModel]:
         """Make the choices of the events that come before the first token."""
@@ -81,7 +93,8 @@ class Answer(ABC, Generic[BodyT]):
             ClientGone: the client has left.
         """
         deltas = await unless_gone(http, self.generation.collect())
-        response = self.response_type(**self._head(0), choices=[], usage=self.generation.usage())
+        fields = {**self._head(0), **self.prompt_token_ids()}
+        response = self.response_type(**fields, choices=[], usage=self.generation.usage())
         left_out = None if self.body.return_speculation else {"speculation"}
         text = response.model_copy(update=self._speculation()).model_dump_json(exclude=left_out)
         before, _, behind = text.partition(NO_CHOICES)
@@ -91,8 +104,9 @@ class Answer(ABC, Generic[BodyT]):
             for index, delta in enumerate(deltas):
                 written = self.choice(index, delta)
                 yield "," if index else ""
-                yield from _with_logprobs(written.choice.model_dump_json(), written.logprobs)
-            yield "]" + behind
+                choice = _with_logprobs(written.choice.model_dump_json(), written.logprobs)
+                yield from _with_prompt_logprobs(choice, written.prompt_logprobs)
+            yield from _with_prompt_logprobs(iter(("]" + behind,)), self.prompt_logprobs())
 
         return _in_chunks(pieces())
 
@@ -126,10 +140,13 @@ class Answer(ABC, Generic[BodyT]):
         continuous = bool(options and options.continuous_usage_stats)
         left_out = {"speculation"} if with_usage or continuous else {"speculation", "usage"}
         num_sent = 0
+        first_fields = self.prompt_token_ids()
 
         def chunk(choice: BaseModel) -> str:
             usage = self.generation.usage(num_sent) if continuous else None
-            return event(self.event_type(**head, choices=[choice], usage=usage), exclude=left_out)
+            made = self.event_type(**head, **first_fields, choices=[choice], usage=usage)
+            first_fields.clear()
+            return event(made, exclude=left_out)
 
         for choice in self.opening():
             yield chunk(choice)
@@ -157,7 +174,9 @@ class Answer(ABC, Generic[BodyT]):
             return {}
         generation = self.generation
         reasons = self.service.reasons()
-        return {"speculation": Speculation.of(generation.stats(), generation.shapes(), reasons)}
+        num_draft_tokens = generation.num_draft_tokens()
+        found = Speculation.of(generation.stats(), num_draft_tokens, generation.shapes(), reasons)
+        return {"speculation": found}
 
 
 def _with_logprobs(text: str, logprobs: Iterator[str] | None) -> Iterator[str]:
@@ -169,6 +188,20 @@ def _with_logprobs(text: str, logprobs: Iterator[str] | None) -> Iterator[str]:
     yield before + '"logprobs":'
     yield from logprobs
     yield behind
+
+
+def _with_prompt_logprobs(pieces: Iterator[str], logprobs: Iterator[str] | None) -> Iterator[str]:
+    """Iterate over the ``pieces`` of a JSON object, with log-probabilities of the prompt as last field."""
+    if logprobs is None:
+        yield from pieces
+        return
+    last = ""
+    for piece in pieces:
+        yield last
+        last = piece
+    yield last.removesuffix("}") + ',"prompt_logprobs":'
+    yield from logprobs
+    yield "}"
 
 
 async def _in_chunks(pieces: Iterable[str]) -> AsyncIterator[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from eagle_kit.engine.text_stream import Detokenizer, TextContext, text_context
 from eagle_kit.server.api.answer import Answer, Written, finish_reason
-from eagle_kit.server.api.logprobs import TextOffsets, completion_logprobs
+from eagle_kit.server.api.logprobs import RepeatedPrompt, TextOffsets, completion_logprobs, prompt_logprobs
 from eagle_kit.server.api.prompts import text_prompt
 from eagle_kit.server.api.protocol import CompletionRequest
 from eagle_kit.server.api.responses import CompletionChoice, CompletionChunk, CompletionResponse
@@ -32,6 +32,8 @@ class CompletionAnswer(Answer[CompletionRequest]):
         self._contexts = contexts
         self._echoes = echoes
         self._offsets: dict[int, TextOffsets] = {}
+        self._begun: set[int] = set()
+        self._repeats_scores = bool(body.echo) and body.logprobs is not None
 
     @classmethod
     async def start(cls, service: Service, http: Any, body: CompletionRequest) -> "CompletionAnswer":
@@ -56,36 +58,66 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     def choice(self, index: int, delta: Delta) -> Written:
         """See :class:`Answer`."""
-        return self._written(index, delta, self._echo(index) + delta.text)
+        written = self._written(index, delta, self._echo(index) + delta.text)
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return written
+        names = self.service.token_names
+        scored = self.generation.scored_prompt(index)
+        return written._replace(prompt_logprobs=prompt_logprobs(names, self._prompt(index), scored, num_top))
 
     def opening(self) -> Iterator[CompletionChoice]:
-        """See :class:`Answer`: the prompts, when they are to be repeated."""
-        for index in range(len(self.generation.responses) if self.body.echo else 0):
+        """See :class:`Answer`: the prompts, when they are to be repeated. Their log-probabilities are known
+        with the first token only, and the prompts come with them."""
+        is_known = self.body.echo and not self._repeats_scores
+        for index in range(len(self.generation.responses) if is_known else 0):
             yield CompletionChoice(index=index, text=self._echo(index))
 
     def additions(self, index: int, delta: Delta) -> list[Written]:
         """See :class:`Answer`."""
-        is_empty = not delta.text and delta.finish_reason is None and self.body.logprobs is None
-        return [] if is_empty else [self._written(index, delta, delta.text)]
+        text = delta.text
+        if self._repeats_scores and index not in self._offsets:
+            text = self._echo(index) + text
+        has_tokens = self.body.logprobs is not None or self.body.return_token_ids
+        is_empty = not text and delta.finish_reason is None and not has_tokens
+        return [] if is_empty else [self._written(index, delta, text)]
 
     def _written(self, index: int, delta: Delta, text: str) -> Written:
-        """Choice with the ``text`` and the log-probabilities of a delta."""
+        """Choice with the ``text`` and the log-probabilities of a delta, the first one's with those of a
+        repeated prompt."""
         choice = CompletionChoice(index=index, text=text, finish_reason=finish_reason(delta))
-        if self.body.logprobs is None:
+        if self.body.return_token_ids:
+            choice.token_ids = delta.token_ids
+            choice.prompt_token_ids = None if index in self._begun else list(self._prompt(index))
+        self._begun.add(index)
+        num_top = self.body.logprobs
+        if num_top is None:
             return Written(choice)
+        prompt = None
+        if self._repeats_scores and index not in self._offsets:
+            scored = self.generation.scored_prompt(index)
+            offsets = TextOffsets(self._detokenizer(TextContext()))
+            prompt = RepeatedPrompt(self._prompt(index), scored, num_top, offsets)
         offsets = self._offsets_of(index)
         names = self.service.token_names
-        return Written(choice, completion_logprobs(names, delta.token_ids, delta.logprobs, offsets))
+        return Written(choice, completion_logprobs(names, delta.token_ids, delta.logprobs, offsets, prompt))
 
     def _offsets_of(self, index: int) -> TextOffsets:
         """Offsets of the tokens of choice ``index``."""
         offsets = self._offsets.get(index)
         if offsets is None:
-            shown = self.service.special_tokens if self.body.shows_special_tokens else frozenset()
             context = self._contexts[index // self.body.num_choices]
-            offsets = TextOffsets(Detokenizer(self.service.llm.tokenizer, shown, context))
+            offsets = TextOffsets(self._detokenizer(context), len(self._echo(index)))
             self._offsets[index] = offsets
         return offsets
+
+    def _detokenizer(self, context: TextContext) -> Detokenizer:
+        shown = self.service.special_tokens if self.body.shows_special_tokens else frozenset()
+        return Detokenizer(self.service.llm.tokenizer, shown, context)
+
+    def _prompt(self, index: int) -> Sequence[int]:
+        """Token ids of the prompt of choice ``index``."""
+        return self.generation.prompts[index // self.body.num_choices]
 
     def _echo(self, index: int) -> str:
         """Prompt of choice ``index``; empty where it is not to be repeated."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 PREFIX = "eagle_kit:"
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+ACCEPT_LENGTHS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 PART_S = (0.01, 0.05, *WHOLE_S)
@@ -98,6 +99,13 @@ class Metrics:
             "request_params_max_tokens", "Most tokens that a request asked for.", sizes
         )
 
+        # Acceptance of requests.
+        self._accept_length = histogram(
+            "request_accept_length",
+            "Tokens per verify of a request, the bonus token included; requests without verifies have none.",
+            ACCEPT_LENGTHS,
+        )
+
     def emitted(self, request: "Request", num_tokens: int, seconds: float, first: bool) -> None:
         """Observe the latency of tokens."""
         if first:
@@ -128,6 +136,10 @@ class Metrics:
         self._computed_tokens.observe(len(request.prompt_ids) - stats.num_cached_tokens)
         self._response_tokens.observe(len(request.token_ids))
         self._max_tokens.observe(request.params.max_tokens)
+
+        # Its acceptance.
+        if stats.spec.num_verifies:
+            self._accept_length.observe(stats.spec.accept_length)
 
     def text(self) -> bytes:
         """Render the exposition format."""

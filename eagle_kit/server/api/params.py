@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.sampling_params import SamplingParams, successor
-from eagle_kit.core.structured_outputs import Grammar, Thought, choice_pattern
+from eagle_kit.core.structured_outputs import Grammar, ThinkingBudget, Thought, choice_pattern
 from eagle_kit.server.api.protocol import ChatRequest, CompletionRequest, Sampling
 from eagle_kit.server.api.tool_choice import call_grammar
 
@@ -29,6 +29,7 @@ def sampling_params(
     vocab_size: int,
     grammar: Grammar | None = None,
     cache_salt: str | None = None,
+    thinking_budget: ThinkingBudget | None = None,
 ) -> list[SamplingParams]:
     """Make the parameters of the `n` responses to one prompt; with a seed, response i draws from seed + i.
 
@@ -51,13 +52,20 @@ def sampling_params(
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop or ())),
         "stop_token_ids": _in_vocabulary(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
         "ignore_eos": bool(body.ignore_eos),
+        "min_tokens": body.min_tokens or 0,
+        "include_stop_str_in_output": body.includes_stop,
+        "thinking_budget": thinking_budget,
+        "speculative_depth": 0 if body.speculative is False else body.speculative_depth,
         "grammar": grammar,
         "cache_salt": cache_salt,
     }
-    return [
-        SamplingParams(**common, seed=None if body.seed is None else successor(body.seed, i))
-        for i in range(body.num_choices)
-    ]
+    params = []
+    for i in range(body.num_choices):
+        seed = None if body.seed is None else successor(body.seed, i)
+        # In a stream any response to the prompt may begin first.
+        prompt_logprobs = num_prompt_logprobs(body) if i == 0 or body.stream else None
+        params.append(SamplingParams(**common, seed=seed, prompt_logprobs=prompt_logprobs))
+    return params
 
 
 def _max_tokens(body: Sampling, num_prompt_tokens: int, max_context: int) -> int:
@@ -90,20 +98,46 @@ def num_logprobs(body: Sampling) -> int | None:
     return body.logprobs if isinstance(body, CompletionRequest) else None
 
 
-def check_num_logprobs(body: Sampling, params: Sequence[SamplingParams]) -> None:
-    """Raise UserError where the responses may have more than :data:`MAX_REQUEST_LOGPROBS` log-probabilities,
-    which are kept until the last of them is sent."""
-    num_top = num_logprobs(body)
-    if num_top is None:
+def num_prompt_logprobs(body: Sampling) -> int | None:
+    """Alternatives that are reported of each token of the prompt; None where no log-probabilities are."""
+    repeated = body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    asked = [number for number in (body.prompt_logprobs, repeated) if number is not None]
+    return max(asked, default=None)
+
+
+def check_num_logprobs(
+    body: Sampling, prompts: Sequence[Sequence[int]], params_of: Sequence[Sequence[SamplingParams]]
+) -> None:
+    """Raise UserError where a request may have more than :data:`MAX_REQUEST_LOGPROBS` log-probabilities.
+
+    They are kept until the last of them is sent.
+
+    Args:
+        prompts: token ids of each prompt.
+        params_of: of each prompt the parameters of its responses.
+    """
+    name = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+    of_responses = 0
+    of_prompts = 0
+    for prompt, responses in zip(prompts, params_of, strict=True):
+        for params in responses:
+            if params.logprobs is not None:
+                of_responses += params.max_tokens * (params.logprobs + 1)
+            if params.prompt_logprobs is not None:
+                of_prompts += len(prompt) * (params.prompt_logprobs + 1)
+    if of_responses + of_prompts <= MAX_REQUEST_LOGPROBS:
         return
-    count = sum(each.max_tokens for each in params) * (num_top + 1)
-    if count > MAX_REQUEST_LOGPROBS:
-        name = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+    if of_responses > of_prompts:
         raise UserError(
-            f"The request asks for up to {count} log-probabilities (max_tokens of all responses times "
+            f"The request asks for up to {of_responses} log-probabilities (max_tokens of all responses times "
             f"{name} + 1), and {MAX_REQUEST_LOGPROBS} are allowed.",
             f"Lower n, max_tokens or {name}.",
         )
+    raise UserError(
+        f"The request asks for {of_prompts} log-probabilities of its prompts (their tokens times the "
+        f"alternatives + 1), and {MAX_REQUEST_LOGPROBS} are allowed.",
+        "Send fewer prompts at once, or lower logprobs and prompt_logprobs.",
+    )
 
 
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float]:

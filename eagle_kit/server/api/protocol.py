@@ -25,6 +25,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 ItemT = TypeVar("ItemT")
 Several = Annotated[list[ItemT], Field(fail_fast=True)]
 """List whose validation stops at the first wrong item, since a body can hold a million of them."""
@@ -282,9 +283,14 @@ class Sampling(Strict):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Responses to each prompt. Response i draws with `seed` + i. Default: 1."""
 
-    max_tokens: Count | None = None
-    """Most tokens of a response. Default: 16 in completions, the rest of the context in chats. A number that
-    the context has no room for is refused."""
+    max_tokens: CountOrZero | None = None
+    """Most tokens of a response; 0 computes the prompt alone. Default: 16 in completions, the rest of the
+    context in chats. A number that the context has no room for is refused."""
+
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Report the log-probability and the rank of every token of the prompt, and this many most likely
+    tokens, as vLLM does: `[null, {"token id": {"logprob", "rank", "decoded_token"}}, ...]`. Not in a
+    stream."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     """Sampling temperature; 0 is greedy decoding. Values above 2 are allowed. Default: 1."""
@@ -354,6 +360,14 @@ class Sampling(Strict):
     guided_choice: Choices | None = None
     """vLLM's older name of `structured_outputs.choice`."""
 
+    speculative: bool | None = None
+    """`false` decodes this request plainly, also among requests with drafts: the same as
+    `speculative_depth: 0`. It does not change the response. Default: true."""
+
+    speculative_depth: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """The greatest depth of a draft that may be accepted in a cycle. It does not change the response.
+    Default: no limit."""
+
     return_speculation: bool | None = None
     """Add `speculation` to the response; in a stream, to its last event. Default: false."""
 
@@ -379,17 +393,19 @@ class Sampling(Strict):
     service_tier: Literal["auto", "default"] | None = None
     """Accepted as `auto` or `default`; it has no effect."""
 
-    no_stop_trim: Literal[False] | None = None
-    """Accepted as `false`, as SGLang's router sends it; it has no effect."""
+    include_stop_str_in_output: bool | None = None
+    """The text has the stop text, or the token, that ended the response. Default: false."""
 
-    include_stop_str_in_output: Literal[False] | None = None
-    """Accepted as `false`; it has no effect."""
+    no_stop_trim: bool | None = None
+    """SGLang's name of `include_stop_str_in_output`."""
 
-    min_tokens: Literal[0] | None = None
-    """Accepted as 0; it has no effect. Use `ignore_eos` for responses of exactly `max_tokens`."""
+    min_tokens: CountOrZero | None = None
+    """Tokens of a response before one may end it; until then no stop text is looked for. A grammar that
+    allows nothing else ends the response before. Default: 0."""
 
-    return_token_ids: Literal[False] | None = None
-    """Accepted as `false`; it has no effect."""
+    return_token_ids: bool | None = None
+    """Add the ids of the tokens as vLLM does: `token_ids` to choices, and `prompt_token_ids` to the choices
+    of completions and to the response of a chat; in a stream to its first event. Default: false."""
 
     skip_special_tokens: bool | None = None
     """`false` shows special tokens in the text, except the token that ended the response. Default: true."""
@@ -401,6 +417,10 @@ class Sampling(Strict):
     def _check_sampling(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options belong to a stream; set stream to true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not in a stream; set stream to false")
+        if self.speculative is False and self.speculative_depth:
+            raise ValueError("speculative: false excludes a speculative_depth above 0; give one of them")
         if len(self.constraints) > 1:
             raise ValueError(
                 "regex, response_format, structured_outputs and guided_* exclude each other; give one of them"
@@ -408,6 +428,11 @@ class Sampling(Strict):
         if self.has_grammar and self.allowed_token_ids is not None:
             raise ValueError("allowed_token_ids excludes response_format, regex and their other names")
         return self
+
+    @property
+    def includes_stop(self) -> bool:
+        """True if the text has what ended the response."""
+        return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
     @property
     def num_choices(self) -> int:
@@ -463,7 +488,7 @@ class ChatMessages(Strict):
 class ChatRequest(ChatMessages, Sampling):
     """`POST /v1/chat/completions`."""
 
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: CountOrZero | None = None
     """The same as `max_tokens`; both may be given if they are equal."""
 
     logprobs: bool | None = None
@@ -482,11 +507,21 @@ class ChatRequest(ChatMessages, Sampling):
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     """Accepted as `["text"]`; it has no effect."""
 
-    add_generation_prompt: Literal[True] | None = None
-    """Accepted as `true`; it has no effect."""
+    add_generation_prompt: bool | None = None
+    """`false` renders the messages without the beginning of a response. Default: true, or false with
+    `continue_final_message`."""
 
-    continue_final_message: Literal[False] | None = None
-    """Accepted as `false`, as SGLang's router sends it; it has no effect."""
+    continue_final_message: bool | None = None
+    """The response continues the last message, which is the assistant's. It has the new text only. Default:
+    false."""
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Handed to the chat template, which must read it. `none` also switches `enable_thinking` off in a
+    template that reads that."""
+
+    thinking_token_budget: CountOrZero | None = None
+    """Most tokens of the reasoning, after which its end is forced. Only for models that write it between
+    `<think>` and `</think>`."""
 
     echo: Literal[False] | None = None
     """Accepted as `false`; it has no effect."""
@@ -502,6 +537,10 @@ class ChatRequest(ChatMessages, Sampling):
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message needs a last message of the assistant")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         choice = self.tool_choice
@@ -547,20 +586,15 @@ class CompletionRequest(Sampling):
     """Text, texts, the token ids of a prompt, or lists of token ids. The response continues the prompt."""
 
     echo: bool | None = None
-    """Repeat the prompt before the response; not with `logprobs`. Special tokens of token ids are repeated
-    only with `skip_special_tokens: false`. Default: false."""
+    """Repeat the prompt before the response, its log-probabilities before those of the response; the first
+    token has null. Special tokens of token ids are repeated only with `skip_special_tokens: false`. Default:
+    false."""
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Report the log-probability of every token, and of this many most likely tokens."""
 
     best_of: Literal[1] | None = None
     """Accepted as 1; it has no effect."""
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported; LLM.generate has prompt_logprobs")
-        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

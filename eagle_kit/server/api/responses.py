@@ -1,7 +1,8 @@
 """Response bodies: OpenAI's shapes, and ``speculation`` as an extension of ours."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -30,11 +31,36 @@ class ResponseBody(BaseModel):
         return handler({key: value for key, value in core_schema.items() if key != "serialization"})  # type: ignore[arg-type]
 
 
+class OptionalFields(ResponseBody):
+    """A body some of whose fields are left out where they are None."""
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    """Names of these fields."""
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: each for name, each in fields.items() if each is not None or name not in self.OPTIONAL}
+
+
 class CachedTokens(ResponseBody):
     """Tokens of the prompt that the prefix cache held."""
 
     cached_tokens: int = 0
     """Number of tokens, those of other clients' prompts included."""
+
+
+class CompletionDetails(ResponseBody):
+    """Tokens of the responses by their origin. Drafts have OpenAI's names for predictions."""
+
+    reasoning_tokens: int = 0
+    """Tokens before the end of the reasoning, in chats of models whose form of it is known."""
+
+    accepted_prediction_tokens: int = 0
+    """Tokens that a draft had proposed."""
+
+    rejected_prediction_tokens: int = 0
+    """Other draft tokens of the windows. They are not among `completion_tokens`."""
 
 
 class Usage(ResponseBody):
@@ -51,6 +77,9 @@ class Usage(ResponseBody):
 
     prompt_tokens_details: CachedTokens
     """How many tokens of the prompts were cached."""
+
+    completion_tokens_details: CompletionDetails
+    """How many tokens are reasoning, and how many were drafted."""
 
 
 class Speculation(ResponseBody):
@@ -77,10 +106,53 @@ class Speculation(ResponseBody):
     reasons: list[str]
     """Expected gain of the chosen shapes by batch size; empty if `--shape` was given."""
 
+    num_drafts: int
+    """`num_verifies` under vLLM's name."""
+
+    num_draft_tokens: int
+    """Draft tokens of the windows that were verified, under vLLM's name."""
+
+    num_accepted_tokens_per_pos: list[int]
+    """`num_accepted_at` under vLLM's name."""
+
+    spec_verify_ct: int
+    """`num_verifies` under SGLang's name."""
+
+    spec_accept_length: float
+    """`accept_length` under SGLang's name."""
+
+    spec_accept_rate: float
+    """Share of the draft tokens that were accepted, under SGLang's name."""
+
+    spec_accept_token_num: int
+    """`num_accepted_tokens` under SGLang's name."""
+
+    spec_draft_token_num: int
+    """`num_draft_tokens` under SGLang's name."""
+
+    spec_accept_histogram: list[int]
+    """Verifies by the number of their draft tokens in the response, from 0, under SGLang's name."""
+
     @classmethod
-    def of(cls, stats: SpecStats, shapes: Mapping[SpecShape, int], reasons: list[str]) -> "Speculation":
+    def of(
+        cls,
+        stats: SpecStats,
+        num_draft_tokens: int,
+        shapes: Mapping[SpecShape, int],
+        reasons: list[str],
+    ) -> "Speculation":
         """Convert an engine's counts."""
+        num_accepted = sum(stats.num_accepted_at)
         return cls(
+            num_drafts=stats.num_verifies,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens_per_pos=stats.num_accepted_at,
+            spec_verify_ct=stats.num_verifies,
+            spec_accept_length=round(stats.accept_length, 4),
+            spec_accept_rate=round(num_accepted / max(num_draft_tokens, 1), 4),
+            spec_accept_token_num=num_accepted,
+            spec_draft_token_num=num_draft_tokens,
+            spec_accept_histogram=_verifies_by_accepted(stats),
             accept_length=round(stats.accept_length, 4),
             num_verifies=stats.num_verifies,
             num_accepted_tokens=sum(stats.num_accepted_at),
@@ -89,6 +161,12 @@ class Speculation(ResponseBody):
             shapes={str(shape): count for shape, count in sorted(shapes.items())},
             reasons=reasons,
         )
+
+
+def _verifies_by_accepted(stats: SpecStats) -> list[int]:
+    """Verifies by the number of their accepted drafts, from 0."""
+    at_least = [stats.num_verifies, *stats.num_accepted_at, 0]
+    return [more - fewer for more, fewer in pairwise(at_least)]
 
 
 class TopLogprob(ResponseBody):
@@ -124,14 +202,29 @@ class CompletionLogprobs(ResponseBody):
     """Texts of the tokens. A part of a character, or a byte token whose character has a token of its own, is
     written as `bytes:\\xe2`."""
 
-    token_logprobs: list[float]
-    """Natural logarithms of the probabilities before temperature, penalties and biases; at least -9999."""
+    token_logprobs: list[float | None]
+    """Natural logarithms of the probabilities before temperature, penalties and biases; at least -9999. Null
+    for the first token of a repeated prompt."""
 
-    top_logprobs: list[dict[str, float]]
-    """Most likely tokens. Of two tokens with the same text the second is written as `token_id:123`."""
+    top_logprobs: list[dict[str, float] | None]
+    """Most likely tokens. Of two tokens with the same text the second is written as `token_id:123`. Null for
+    the first token of a repeated prompt."""
 
     text_offset: list[int]
     """Number of characters before the token; of the later bytes of a character, before the character."""
+
+
+class PromptLogprob(ResponseBody):
+    """Log-probability of a token at a place of the prompt, in vLLM's shape."""
+
+    logprob: float
+    """Natural logarithm of the probability; at least -9999."""
+
+    rank: int
+    """How many tokens are at least as likely; 1 is the most likely."""
+
+    decoded_token: str
+    """Text of the token behind other tokens, with its leading blank."""
 
 
 class GeneratedFunctionCall(ResponseBody):
@@ -155,7 +248,7 @@ class ToolCallDelta(GeneratedToolCall):
     index: int
 
 
-class ChatMessage(ResponseBody):
+class ChatMessage(OptionalFields):
     """The response. ``reasoning_content`` and ``tool_calls`` are there where there are any; ``content`` is
     null where there are calls alone."""
 
@@ -165,13 +258,10 @@ class ChatMessage(ResponseBody):
     reasoning_content: str | None = None
     tool_calls: list[GeneratedToolCall] | None = None
 
-    @model_serializer(mode="wrap")
-    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        absent = {name for name in ("reasoning_content", "tool_calls") if getattr(self, name) is None}
-        return {name: value for name, value in handler(self).items() if name not in absent}
+    OPTIONAL = ("reasoning_content", "tool_calls")
 
 
-class ChatChoice(ResponseBody):
+class ChatChoice(OptionalFields):
     """One of `n` responses."""
 
     index: int
@@ -181,8 +271,13 @@ class ChatChoice(ResponseBody):
     """`stop`, `length`, `tool_calls`, or `abort`: the server was stopped, `/abort` was called, or a
     constraint left no token that could follow."""
 
+    token_ids: list[int] | None = None
+    """Tokens of the response, or of this event; there with `return_token_ids`."""
 
-class ChatDelta(ResponseBody):
+    OPTIONAL = ("token_ids",)
+
+
+class ChatDelta(OptionalFields):
     """Addition of a chunk; absent fields are left out, as OpenAI does it."""
 
     role: Literal["assistant"] | None = None
@@ -190,12 +285,10 @@ class ChatDelta(ResponseBody):
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
-    @model_serializer(mode="wrap")
-    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if value is not None}
+    OPTIONAL = ("role", "content", "reasoning_content", "tool_calls")
 
 
-class ChatChunkChoice(ResponseBody):
+class ChatChunkChoice(OptionalFields):
     """Addition of a chunk to one response."""
 
     index: int
@@ -203,14 +296,31 @@ class ChatChunkChoice(ResponseBody):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
+    token_ids: list[int] | None = None
+    """Tokens of the response, or of this event; there with `return_token_ids`."""
 
-class CompletionChoice(ResponseBody):
+    OPTIONAL = ("token_ids",)
+
+
+class CompletionChoice(OptionalFields):
     """One of `n` texts of one of the prompts, or an addition to it."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """Log-probabilities of the prompt by token id, null for its first token; there when they are asked
+    for."""
+
+    prompt_token_ids: list[int] | None = None
+    """Tokens of the prompt; there with `return_token_ids`, in a stream in the first event."""
+
+    token_ids: list[int] | None = None
+    """Tokens of the response, or of this event; there with `return_token_ids`."""
+
+    OPTIONAL = ("prompt_logprobs", "prompt_token_ids", "token_ids")
 
 
 class Response(ResponseBody):
@@ -227,10 +337,19 @@ class Response(ResponseBody):
     speculation: Speculation | None = None
 
 
-class ChatResponse(Response):
+class ChatResponse(OptionalFields, Response):
     """`POST /v1/chat/completions`."""
 
     choices: list[ChatChoice]
+
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """Log-probabilities of the prompt by token id, null for its first token; there when they are asked
+    for."""
+
+    prompt_token_ids: list[int] | None = None
+    """Tokens of the prompt; there with `return_token_ids`, in a stream in the first event."""
+
+    OPTIONAL = ("prompt_logprobs", "prompt_token_ids")
 
 
 class CompletionResponse(Response):
@@ -239,10 +358,15 @@ class CompletionResponse(Response):
     choices: list[CompletionChoice]
 
 
-class ChatChunk(Response):
+class ChatChunk(OptionalFields, Response):
     """Event of a chat stream."""
 
     choices: list[ChatChunkChoice]
+
+    prompt_token_ids: list[int] | None = None
+    """Tokens of the prompt; there with `return_token_ids`, in a stream in the first event."""
+
+    OPTIONAL = ("prompt_token_ids",)
 
 
 class CompletionChunk(CompletionResponse):

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import cut
+from eagle_kit.core.output import PromptLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.core.structured_outputs import Thought
+from eagle_kit.core.structured_outputs import ThinkingBudget, Thought
 from eagle_kit.data.chat.response.choice import choose_forms
 from eagle_kit.engine.text_stream import TextContext, special_tokens
 from eagle_kit.engine.token_names import TokenNames
@@ -32,7 +33,7 @@ from eagle_kit.server.api.params import check_num_logprobs, make_grammar, sampli
 from eagle_kit.server.api.profiles import Profiles
 from eagle_kit.server.api.prompts import max_chars
 from eagle_kit.server.api.protocol import Sampling
-from eagle_kit.server.api.responses import CachedTokens, Usage
+from eagle_kit.server.api.responses import CachedTokens, CompletionDetails, Usage
 from eagle_kit.server.async_engine import AsyncEngine
 from eagle_kit.server.fair_queue import FairThread
 from eagle_kit.server.response_stream import Delta, ResponseStream
@@ -79,12 +80,22 @@ class Generation:
         prompts: token ids of each prompt.
         responses: streams of the responses.
         created: Unix seconds.
+        thought: bounds of the reasoning in the responses; None where they have none.
     """
 
     id: str
     prompts: Sequence[Sequence[int]]
     responses: Sequence[ResponseStream]
     created: int
+    thought: Thought | None = None
+
+    def scored_prompt(self, index: int) -> PromptLogprobs:
+        """Log-probabilities of the prompt of response ``index``, once that has begun."""
+        request = self.responses[index].request
+        if request.params.prompt_logprobs is None:
+            num_choices = len(self.responses) // len(self.prompts)
+            request = self.responses[index - index % num_choices].request
+        return request.response.prompt_logprobs
 
     async def collect(self) -> list[Delta]:
         """Wait for all responses."""
@@ -105,12 +116,29 @@ class Generation:
         num_choices = len(self.responses) // len(self.prompts)
         first_responses = self.responses[::num_choices]
         cached = sum(response.request.stats.num_cached_tokens for response in first_responses)
+
+        # Draft tokens that are in the responses, and those that were verified in vain.
+        accepted = sum(self.stats().num_accepted_at)
+        rejected = self.num_draft_tokens() - accepted
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=CachedTokens(cached_tokens=cached),
+            completion_tokens_details=CompletionDetails(
+                reasoning_tokens=self._num_reasoning_tokens(num_sent),
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=rejected,
+            ),
         )
+
+    def _num_reasoning_tokens(self, num_sent: int | None) -> int:
+        """Count the reasoning in all responses; in events before the last one, among their first tokens."""
+        if self.thought is None:
+            return 0
+        tokens = (response.request.token_ids for response in self.responses)
+        count = sum(self.thought.num_tokens_of(each) for each in tokens)
+        return count if num_sent is None else min(count, num_sent)
 
     def stats(self) -> SpecStats:
         """Add up the acceptance of all responses."""
@@ -118,6 +146,10 @@ class Generation:
         for response in self.responses:
             total.add(response.request.stats.spec)
         return total
+
+    def num_draft_tokens(self) -> int:
+        """Count the draft tokens that were verified for all responses."""
+        return sum(response.request.stats.num_draft_tokens for response in self.responses)
 
     def shapes(self) -> Counter[SpecShape]:
         """Count the cycles of all responses by shape."""
@@ -216,6 +248,7 @@ class Service:
         shown_tokens: frozenset[int] = frozenset(),
         thought: Thought | None = None,
         contexts: Sequence[TextContext] = (),
+        thinking_budget: ThinkingBudget | None = None,
     ) -> Generation:
         """Make requests for all ``prompts`` and add them to the engine.
 
@@ -228,12 +261,14 @@ class Service:
             thought: reasoning that comes before the body's grammar.
             contexts: end of each prompt, which the text of its responses continues; empty if responses do not
                 continue a text.
+            thinking_budget: of the responses; None without one.
         """
         # Make the requests in the worker thread.
         shown = self.special_tokens if body.shows_special_tokens else shown_tokens
         contexts = contexts or [TextContext()] * len(prompts)
         salt = self._cache_salt(http, body)
-        requests = await self.off_loop(http, self._requests, body, prompts, shown, thought, contexts, salt)
+        make = partial(self._requests, body, prompts, shown, thought, contexts, salt, thinking_budget)
+        requests = await self.off_loop(http, make)
         for request in requests:
             request.arrived_at = http.state.arrived_at
             request.client = network_of(_client_of(http))
@@ -316,6 +351,7 @@ class Service:
         thought: Thought | None,
         contexts: Sequence[TextContext],
         cache_salt: str | None,
+        thinking_budget: ThinkingBudget | None,
     ) -> "list[Request]":
         """Make the requests of all choices of all prompts, those of a prompt one behind the other."""
         llm = self.llm
@@ -324,10 +360,12 @@ class Service:
 
         # Check all responses together before a request is made.
         params_of = [
-            sampling_params(body, len(prompt), llm.max_context, vocab_size, grammar, cache_salt)
+            sampling_params(
+                body, len(prompt), llm.max_context, vocab_size, grammar, cache_salt, thinking_budget
+            )
             for prompt in prompts
         ]
-        check_num_logprobs(body, [params for each in params_of for params in each])
+        check_num_logprobs(body, prompts, params_of)
 
         return [
             llm.make_request(prompt, params, body.priority or 0, shown_tokens, context)

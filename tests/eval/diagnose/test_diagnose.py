@@ -11,7 +11,8 @@ import torch
 from fake_server import fake, vllm
 from safetensors.torch import load_file, save_file
 from tiny import tiny_head
-from tiny_rule import VOCABULARY, learned_head, learned_target, texts
+from tiny_rule import learned_head, texts
+from tiny_rule_llm import trained_llm
 from tiny_run import TEMPLATE, make_target
 
 from eagle_kit.cli import app
@@ -199,24 +200,6 @@ def test_a_target_without_a_chat_template_is_not_compared_with_a_server(folders,
         words = ["--task", str(folders / "chats.jsonl"), "--base-url", url]
         assert run(tmp_path, draft, *words) == 2
     assert "has no chat template" in capsys.readouterr().err and bodies == []
-
-
-def word_tokenizer():
-    """Tokens ``w0`` to ``w40``, and a template that is the messages' words alone."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    return tokenizer
-
-
-def trained_llm(head, shape=None) -> LLM:
-    target, tokenizer = copy.deepcopy(learned_target()), word_tokenizer()
-    sizes = {"max_batch_size": 4, "graph_mode": "off"}
-    return LLM(target, draft=head, tokenizer=tokenizer, shape=shape, **sizes)
 
 
 @contextmanager

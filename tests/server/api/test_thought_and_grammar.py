@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from eagle_kit.core.structured_outputs import Thought
 from eagle_kit.data.chat.response.choice import choose_forms
 from eagle_kit.engine.llm import LLM
 from tests.server.api.serving import serving
@@ -104,3 +105,39 @@ def test_words_are_forbidden_in_the_reasoning_and_behind_it_in_every_choice(serv
     assert not any("a" in part for parts in several for part in parts)
     assert all(len(text) == 6 for _, text in several)
     assert parts_of(bad_words=["a"]) == several[:1]
+
+
+@pytest.mark.parametrize("ending", [ENDING, OPENING + "{# </think> #}"], ids=["optional", "opened"])
+@pytest.mark.parametrize("more", [{}, {"response_format": FORMAT}], ids=["free", "schema"])
+def test_usage_counts_the_tokens_of_the_reasoning(served: Any, ending: str, more: dict[str, Any]) -> None:
+    server = served(ending)
+    messages = [{"role": "user", "content": "hi"}]
+    body = {**SOON, **more, "tools": None, "messages": messages, "logprobs": True, "seed": 1}
+    body["logit_bias"] = {str(token): bias for token, bias in SOON["logit_bias"].items()}
+    body["skip_special_tokens"] = False
+    found = server.http.post("/v1/chat/completions", json=body).json()
+    names = [entry["token"] for entry in found["choices"][0]["logprobs"]["content"]]
+    assert "</think>" in names
+    before = names[: names.index("</think>")]
+    is_opened = ending != ENDING
+    expected = len(before) if is_opened else max(len(before) - 1, 0)  # without the opener
+    assert expected > 0 or (not is_opened and not more), "a free response may begin with its end"
+    usage = found["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == expected
+    plain = server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).json()["usage"]
+    assert plain["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("opener", "tokens", "expected"),
+    [
+        (None, [5, 6, 9, 1], 2),
+        (None, [5, 6], 2),
+        (None, [9, 5], 0),
+        (8, [8, 5, 6, 9, 9], 2),
+        (8, [5, 6, 9], 0),
+        (8, [], 0),
+    ],
+)
+def test_tokens_before_the_end_are_reasoning(opener: int | None, tokens: list[int], expected: int) -> None:
+    assert Thought((9,), opener).num_tokens_of(tokens) == expected
