@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, Self
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.core.structured_outputs import Grammar, StructuredOutputs
+from eagle_kit.core.structured_outputs import Grammar, StructuredOutputs, ThinkingBudget
 
 MAX_LOGPROBS = 20
 """Largest number of alternatives per token that a request may ask for (OpenAI's limit)."""
@@ -20,7 +20,7 @@ MAX_SALT_CHARS = 256
 """Most characters of a cache salt; the base64 of 256 random bits has 43."""
 
 WHOLE_NUMBERS = (
-    *("max_tokens", "top_k", "n", "seed"),
+    *("max_tokens", "min_tokens", "top_k", "n", "seed"),
     *("logprobs", "prompt_logprobs", "speculative_depth"),
 )
 OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "speculative_depth")
@@ -42,12 +42,11 @@ REMEDIES = {
     "continue_final_message": "Give the rendered conversation to generate.",
     "ebnf": CONSTRAINT,
     "guided_decoding": CONSTRAINT,
-    "include_stop_str_in_output": WHOLE_TEXT,
     "json_schema": CONSTRAINT,
     "logits_processors": "Give logit_bias, allowed_token_ids, bad_words or structured_outputs.",
     "lora_request": "Merge the adapter into the target's weights.",
     "max_new_tokens": "Give max_tokens.",
-    "min_tokens": "Give ignore_eos=True for responses of exactly max_tokens.",
+    "thinking_token_budget": "Send it to a server, which knows the form of the reasoning.",
     "regex": CONSTRAINT,
     "skip_special_tokens": WHOLE_TEXT,
     "truncate_prompt_tokens": "Cut the token ids of the prompt, and give those.",
@@ -88,8 +87,13 @@ class SamplingParams:
         stop_token_ids: tokens that end the response besides the model's own end tokens; the stop token is
             kept.
         ignore_eos: continue after the model's own end tokens.
+        min_tokens: tokens of the response before one may end it. Until then no stop text is looked for. A
+            grammar that allows nothing else ends the response before.
+        include_stop_str_in_output: the text of the response has the stop text, or the token, that ended it.
         grammar: constraint that the response must match, as the engine follows it; ``structured_outputs`` is
             the form for callers.
+        thinking_budget: most tokens of the response's reasoning, with its bounds, as the engine follows it;
+            None has no limit.
         cache_salt: text of 1 to 256 characters. Requests share cached pages, n-grams and compiled grammars
             only with requests of the same salt; requests without a salt share theirs. It does not change
             the response's distribution.
@@ -130,7 +134,10 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
     grammar: Grammar | None = None
+    thinking_budget: ThinkingBudget | None = None
     cache_salt: str | None = None
     n: int = 1
     prompt_logprobs: int | None = None
@@ -143,6 +150,7 @@ class SamplingParams:
         # Ranges of numbers.
         for name, low, high in (
             ("max_tokens", 0, math.inf),
+            ("min_tokens", 0, math.inf),
             ("temperature", 0.0, math.inf),
             ("top_k", 0, math.inf),
             ("top_p", 0.0, 1.0),
@@ -164,6 +172,11 @@ class SamplingParams:
                 raise UserError(f"{name} is 0.", "Give a number above 0; 1 leaves the distribution as it is.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}.", "Give a 64-bit whole number.")
+
+        if self.min_tokens > self.max_tokens:
+            raise UserError(
+                f"min_tokens is {self.min_tokens}, and max_tokens is {self.max_tokens}.", "Lower min_tokens."
+            )
 
         # Biases and constraints on tokens.
         if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
@@ -223,8 +236,10 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise UserError(f"{name} is {shown(value)}.", "Give a number.")
-        if not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos is {shown(self.ignore_eos)}.", "Give True or False.")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UserError(f"{name} is {shown(value)}.", "Give True or False.")
 
     @property
     def constraint(self) -> Grammar | None:

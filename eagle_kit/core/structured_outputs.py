@@ -41,6 +41,18 @@ class Thought(NamedTuple):
         return len(token_ids) - first
 
 
+class ThinkingBudget(NamedTuple):
+    """Most tokens of a response's reasoning, after which its end is forced.
+
+    Attributes:
+        thought: bounds of the reasoning.
+        num_tokens: the opener and the end excluded.
+    """
+
+    thought: Thought
+    num_tokens: int
+
+
 class Grammar(NamedTuple):
     """Constraint as the engine follows it.
 

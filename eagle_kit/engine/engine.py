@@ -23,12 +23,14 @@ from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolic
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.ngram.index import NgramIndex
 from eagle_kit.engine.grammar.bad_words import MatchWithoutBadWords
+from eagle_kit.engine.grammar.bounds import BoundedMatch
 from eagle_kit.engine.grammar.protocols import Grammars, Match
 from eagle_kit.engine.graphs.cpu_graph import CpuGraphs
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphRunner
@@ -357,10 +359,28 @@ class Engine:
         params = request.params
         response = request.response
         response.seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        eos = () if params.ignore_eos else self.target.config.eos_token_ids
-        response.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
+        response.stop_token_ids = self._stop_token_ids(params)
         response.max_tokens = min(params.max_tokens, self.config.max_context - len(request.prompt_ids))
         self.scheduler.add(request)
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a response."""
+        eos = () if params.ignore_eos else self.target.config.eos_token_ids
+        return frozenset((*params.stop_token_ids, *eos))
+
+    def _bounded(self, params: SamplingParams, match: Match | None) -> Match | None:
+        """A match with the bounds of a response's length. Raise UserError where they leave no token."""
+        stops = self._stop_token_ids(params)
+        min_tokens = params.min_tokens if stops else 0
+        if not min_tokens and params.thinking_budget is None:
+            return match
+        if min_tokens and params.allowed_token_ids is not None and stops.issuperset(params.allowed_token_ids):
+            raise UserError(
+                f"min_tokens is {min_tokens}, and allowed_token_ids has only tokens that end the response.",
+                "Allow another token, or leave min_tokens out.",
+            )
+        vocab_size = self.target.config.vocab_size
+        return BoundedMatch(stops, vocab_size, min_tokens, params.thinking_budget, match)
 
     def prepare(self, request: Request) -> None:
         """Compile a request's grammar, which may take seconds, and read its forbidden words, unless that has
@@ -379,7 +399,7 @@ class Engine:
         if request.bad_word_ids:
             vocab_size = self.target.config.vocab_size
             match = MatchWithoutBadWords(request.bad_word_ids, vocab_size, match, params.allowed_token_ids)
-        request.response.match = match
+        request.response.match = self._bounded(params, match)
 
     def prepare_grammars(self) -> None:
         """Make the compiler of grammars and compile a first one, so that no request waits for it. Raises
@@ -902,6 +922,10 @@ class Engine:
         match = response.match
         if match is not None:
             until_end = match.advance(tokens)
+            if isinstance(match, BoundedMatch) and match.is_spent and self.target.ranks is None:
+                # Without masks cycles need not wait for the host.
+                response.match = match.match
+                self.runner.forget_batch()
             if match.is_complete or match.is_stuck:
                 is_text = is_text or until_end < len(tokens)
                 tokens = tokens[:until_end]
@@ -909,7 +933,7 @@ class Engine:
 
         # Append them. Their keys are in the pool, but for the last one's.
         response.token_ids += tokens
-        num_hidden = 0 if is_text else 1
+        num_hidden = 0 if is_text or request.params.include_stop_str_in_output else 1
         response.num_text_tokens = len(response.token_ids) - num_hidden
         self.scheduler.mark_finite(request, request.num_to_compute)
         request.stats.last_token_at = now

@@ -917,7 +917,12 @@ class LLM:
         stream = None
         if self.tokenizer is not None:
             stream = TextStream(
-                self.tokenizer, stop=params.stop, included_special_tokens=shown_tokens, context=context
+                self.tokenizer,
+                stop=params.stop,
+                included_special_tokens=shown_tokens,
+                context=context,
+                min_tokens=params.min_tokens,
+                includes_stop=params.include_stop_str_in_output,
             )
         elif params.stop:
             raise UserError(

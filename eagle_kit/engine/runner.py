@@ -841,6 +841,10 @@ class Runner:
             self.graphs = graphs
             self._batch = None
 
+    def forget_batch(self) -> None:
+        """Make the batch of the next cycle anew: masks of a request have changed."""
+        self._batch = None
+
     def _batch_of(self, requests: list[Request], shape: SpecShape) -> Batch:
         """Make the batch of ``requests`` for a cycle of ``shape``, or return that of the last cycle.
 

@@ -263,6 +263,8 @@ class TextStream:
         stop: texts that end the response, none of them empty.
         included_special_tokens: see :class:`Detokenizer`.
         context: see :class:`Detokenizer`.
+        min_tokens: first tokens, in whose text no stop text is looked for.
+        includes_stop: the stop text is a part of the text.
 
     Attributes:
         text: final text so far; it only grows.
@@ -278,6 +280,8 @@ class TextStream:
         stop: Sequence[str] = (),
         included_special_tokens: frozenset[int] = frozenset(),
         context: TextContext = TextContext(),  # noqa: B008
+        min_tokens: int = 0,
+        includes_stop: bool = False,
     ) -> None:
         assert all(stop), "an empty stop text would end every response"
         self.text = ""
@@ -287,6 +291,8 @@ class TextStream:
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._stop = tuple(stop)
+        self._num_unsearched = min_tokens
+        self._includes_stop = includes_stop
         self._detokenizer = Detokenizer(tokenizer, included_special_tokens, context)
         self._held = ""
 
@@ -312,14 +318,18 @@ class TextStream:
 
         Returns:
             None, or how many of these tokens are kept when they complete a stop text: those up to the token
-            that completes it. The stop text and what follows it are no part of :attr:`text`.
+            that completes it. What follows the stop text is no part of :attr:`text`, nor is the stop text
+            itself, unless it is included.
         """
         assert not self.stopped, "the response has ended"
         if not self._stop:
             self.text += self._detokenizer.push(token_ids)
             return None
         for count, token in enumerate(token_ids, 1):
-            if self._append_text(self._detokenizer.push((token,))):
+            if self._num_unsearched > 0:
+                self._num_unsearched -= 1
+                self.text += self._detokenizer.push((token,))
+            elif self._append_text(self._detokenizer.push((token,))):
                 return count
         return None
 
@@ -348,7 +358,8 @@ class TextStream:
         text = self._held + new
         ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
-            self.text += text[: min(ends)[1]]
+            end, start = min(ends)
+            self.text += text[: end if self._includes_stop else start]
             self._held = ""
             self.stopped = True
             return True

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.data.chat.token_prefixes import TokenPrefixes, splitting_tokens
 from eagle_kit.data.chat.turns import TurnPrompt, WindowedPrompts, can_be_windowed, whole_prompt
 
+PromptEnding = Literal["response", "messages", "final message"]
+"""Where the text of a prompt ends: with the beginning of a response, behind its messages, or within the last
+one."""
 END_NAMES = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -137,8 +140,15 @@ class ChatRenderer:
                 "Name one of them default in tokenizer_config.json.",
             ) from None
 
-    def render(self, prompt: ChatPrompt, *, generation_prompt: bool) -> str:
+    def render(
+        self, prompt: ChatPrompt, *, generation_prompt: bool, continues_final_message: bool = False
+    ) -> str:
         """Render messages as text.
+
+        Args:
+            prompt: the messages.
+            generation_prompt: end with the beginning of a response.
+            continues_final_message: end within the last message.
 
         The role developer becomes system for templates that do not have it, and reasoning becomes
         ``thinking`` for templates that name it so.
@@ -153,7 +163,7 @@ class ChatRenderer:
         # Most templates take the arguments of calls as an object. A template is a foreign program and may
         # raise anything.
         try:
-            return self._apply_template(messages, prompt, generation_prompt)
+            return self._apply_template(messages, prompt, generation_prompt, continues_final_message)
         except TypeError as error:
             if not any("tool_calls" in message for message in messages):
                 raise _refused(error) from None
@@ -163,11 +173,17 @@ class ChatRenderer:
         # Some take them as JSON text.
         messages = [with_text_arguments(message) for message in messages]
         try:
-            return self._apply_template(messages, prompt, generation_prompt)
+            return self._apply_template(messages, prompt, generation_prompt, continues_final_message)
         except Exception as error:
             raise _refused(error) from None
 
-    def _apply_template(self, messages: list[Message], prompt: ChatPrompt, generation_prompt: bool) -> str:
+    def _apply_template(
+        self,
+        messages: list[Message],
+        prompt: ChatPrompt,
+        generation_prompt: bool,
+        continues_final_message: bool,
+    ) -> str:
         """Render messages that are in the words of the template; tools and arguments are those of
         ``prompt``."""
         text = self.tokenizer.apply_chat_template(
@@ -175,6 +191,7 @@ class ChatRenderer:
             tools=list(prompt.tools) or None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
+            continue_final_message=continues_final_message,
             **prompt.chat_template_kwargs,
         )
         if not is_unicode(text):
@@ -187,8 +204,13 @@ class ChatRenderer:
 
     # Prompts.
 
-    def prompt_text(self, prompt: ChatPrompt | Sequence[Message]) -> str:
-        """Render messages with the generation prompt.
+    def prompt_text(self, prompt: ChatPrompt | Sequence[Message], ending: PromptEnding = "response") -> str:
+        """Render messages for a model that goes on with them.
+
+        Args:
+            prompt: the messages.
+            ending: the text ends with the beginning of a response, behind the messages, or within the last
+                message.
 
         Raises:
             UserError: there is no template.
@@ -199,7 +221,11 @@ class ChatRenderer:
             if not isinstance(prompt, ChatPrompt):
                 prompt = ChatPrompt([read_message(message) for message in prompt])
             self.check_prompt(prompt)
-            return self.render(prompt, generation_prompt=True)
+            return self.render(
+                prompt,
+                generation_prompt=ending == "response",
+                continues_final_message=ending == "final message",
+            )
         except NoPlace as reason:
             raise PromptError(
                 f"The messages cannot be rendered: {reason}.",

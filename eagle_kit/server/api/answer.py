@@ -73,6 +73,11 @@ class Answer(ABC, Generic[BodyT]):
         response; else None."""
         return None
 
+    def prompt_token_ids(self) -> dict[str, Any]:
+        """The field with the prompt's tokens, where it is one of the whole response and asked for; else
+        empty."""
+        return {}
+
     @abstractmethod
     def opening(self) -> Iterable[BaseModel]:
         """Make the choices of the events that come before the first token."""
@@ -88,7 +93,8 @@ class Answer(ABC, Generic[BodyT]):
             ClientGone: the client has left.
         """
         deltas = await unless_gone(http, self.generation.collect())
-        response = self.response_type(**self._head(0), choices=[], usage=self.generation.usage())
+        fields = {**self._head(0), **self.prompt_token_ids()}
+        response = self.response_type(**fields, choices=[], usage=self.generation.usage())
         left_out = None if self.body.return_speculation else {"speculation"}
         text = response.model_copy(update=self._speculation()).model_dump_json(exclude=left_out)
         before, _, behind = text.partition(NO_CHOICES)
@@ -134,10 +140,13 @@ class Answer(ABC, Generic[BodyT]):
         continuous = bool(options and options.continuous_usage_stats)
         left_out = {"speculation"} if with_usage or continuous else {"speculation", "usage"}
         num_sent = 0
+        first_fields = self.prompt_token_ids()
 
         def chunk(choice: BaseModel) -> str:
             usage = self.generation.usage(num_sent) if continuous else None
-            return event(self.event_type(**head, choices=[choice], usage=usage), exclude=left_out)
+            made = self.event_type(**head, **first_fields, choices=[choice], usage=usage)
+            first_fields.clear()
+            return event(made, exclude=left_out)
 
         for choice in self.opening():
             yield chunk(choice)

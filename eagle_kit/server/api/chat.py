@@ -7,7 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.structured_outputs import ThinkingBudget, Thought
 from eagle_kit.data.chat.response.parts import Call, ResponseParts, ResponseReader
+from eagle_kit.engine.text_stream import text_context
 from eagle_kit.server.api.answer import Answer, Written, finish_reason
 from eagle_kit.server.api.logprobs import chat_logprobs, prompt_logprobs
 from eagle_kit.server.api.prompts import chat_prompt, chat_tools
@@ -65,16 +68,30 @@ class ChatAnswer(Answer[ChatRequest]):
         # A free response: its form is known from the prompt.
         forms = service.response_forms
         constrained = await service.off_loop(http, forms.constrained, prompt)
+        budget = _thinking_budget(body, constrained.thought)
+        contexts = []
+        if body.continue_final_message:
+            skip = not body.shows_special_tokens
+            contexts = [text_context(service.llm.tokenizer, prompt, is_text=True, skip_special_tokens=skip)]
         if not (body.has_grammar or body.must_call):
             shown = forms.shown_tokens(bool(tools))
-            generation = await service.generate(http, body, [prompt], "chatcmpl", shown)
+            generation = await service.generate(
+                http, body, [prompt], "chatcmpl", shown, contexts=contexts, thinking_budget=budget
+            )
             make_reader = partial(forms.reader, prompt, tools)
             readers = [await service.off_loop(http, make_reader) for _ in generation.responses]
             return cls(service, body, replace(generation, thought=constrained.thought), readers)
 
         # A response under a grammar, which begins behind the reasoning.
         generation = await service.generate(
-            http, body, [prompt], "chatcmpl", constrained.shown_tokens, constrained.thought
+            http,
+            body,
+            [prompt],
+            "chatcmpl",
+            constrained.shown_tokens,
+            constrained.thought,
+            contexts=contexts,
+            thinking_budget=budget,
         )
         generation = replace(generation, thought=constrained.thought)
         readers = []
@@ -95,8 +112,15 @@ class ChatAnswer(Answer[ChatRequest]):
                 tool_calls=calls or None,
             ),
             finish_reason=self._finish_reason(index, delta) or "stop",
+            token_ids=self._token_ids(delta),
         )
         return Written(choice, self._logprobs(delta))
+
+    def prompt_token_ids(self) -> dict[str, Any]:
+        """See :class:`Answer`."""
+        if not self.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self.generation.prompts[0])}
 
     def prompt_logprobs(self) -> Iterator[str] | None:
         """See :class:`Answer`."""
@@ -119,21 +143,24 @@ class ChatAnswer(Answer[ChatRequest]):
         """See :class:`Answer`.
 
         Reasoning, content, each call and the finish reason have their own events. The first event has the
-        log-probabilities of all tokens.
+        ids and the log-probabilities of all tokens.
         """
         first = self._num_calls[index]
         logprobs = self._logprobs(delta)
         parts = self._read(index, delta)
         deltas = [ChatDelta(reasoning_content=parts.reasoning)] if parts.reasoning else []
-        if parts.content or (logprobs is not None and delta.token_ids and not parts.reasoning):
+        token_ids = self._token_ids(delta)
+        has_more = logprobs is not None or token_ids is not None
+        if parts.content or (has_more and delta.token_ids and not parts.reasoning):
             deltas.append(ChatDelta(content=parts.content))
         for number, call in enumerate(parts.calls, first):
             made = _tool_call(call).model_dump()
             deltas.append(ChatDelta(tool_calls=[ToolCallDelta(index=number, **made)]))
         choices = []
         for each in deltas:
-            choices.append(Written(ChatChunkChoice(index=index, delta=each), logprobs))
+            choices.append(Written(ChatChunkChoice(index=index, delta=each, token_ids=token_ids), logprobs))
             logprobs = None
+            token_ids = None
         if reason := self._finish_reason(index, delta):
             last = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason)
             choices.append(Written(last))
@@ -170,10 +197,26 @@ class ChatAnswer(Answer[ChatRequest]):
         has_calls = self._num_calls[index] > 0 and self.body.chosen_function is None
         return "tool_calls" if reason == "stop" and has_calls else reason
 
+    def _token_ids(self, delta: Delta) -> list[int] | None:
+        return delta.token_ids if self.body.return_token_ids else None
+
     def _logprobs(self, delta: Delta) -> Iterator[str] | None:
         if not self.body.logprobs:
             return None
         return chat_logprobs(self.service.token_names, delta.token_ids, delta.logprobs)
+
+
+def _thinking_budget(body: ChatRequest, thought: Thought | None) -> ThinkingBudget | None:
+    """The budget of the reasoning that a request asks for. Raise UserError where its end cannot be forced."""
+    if body.thinking_token_budget is None:
+        return None
+    if thought is None or len(thought.end) != 1:
+        raise UserError(
+            f"thinking_token_budget is {body.thinking_token_budget}, and no token is known that ends the "
+            "reasoning of this prompt's response.",
+            "Leave it out, or send reasoning_effort if the chat template reads it.",
+        )
+    return ThinkingBudget(thought, body.thinking_token_budget)
 
 
 def _tool_call(call: Call) -> GeneratedToolCall:

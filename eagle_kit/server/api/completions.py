@@ -32,6 +32,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         self._contexts = contexts
         self._echoes = echoes
         self._offsets: dict[int, TextOffsets] = {}
+        self._begun: set[int] = set()
         self._repeats_scores = bool(body.echo) and body.logprobs is not None
 
     @classmethod
@@ -77,13 +78,18 @@ class CompletionAnswer(Answer[CompletionRequest]):
         text = delta.text
         if self._repeats_scores and index not in self._offsets:
             text = self._echo(index) + text
-        is_empty = not text and delta.finish_reason is None and self.body.logprobs is None
+        has_tokens = self.body.logprobs is not None or self.body.return_token_ids
+        is_empty = not text and delta.finish_reason is None and not has_tokens
         return [] if is_empty else [self._written(index, delta, text)]
 
     def _written(self, index: int, delta: Delta, text: str) -> Written:
         """Choice with the ``text`` and the log-probabilities of a delta, the first one's with those of a
         repeated prompt."""
         choice = CompletionChoice(index=index, text=text, finish_reason=finish_reason(delta))
+        if self.body.return_token_ids:
+            choice.token_ids = delta.token_ids
+            choice.prompt_token_ids = None if index in self._begun else list(self._prompt(index))
+        self._begun.add(index)
         num_top = self.body.logprobs
         if num_top is None:
             return Written(choice)

@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.sampling_params import SamplingParams, successor
-from eagle_kit.core.structured_outputs import Grammar, Thought, choice_pattern
+from eagle_kit.core.structured_outputs import Grammar, ThinkingBudget, Thought, choice_pattern
 from eagle_kit.server.api.protocol import ChatRequest, CompletionRequest, Sampling
 from eagle_kit.server.api.tool_choice import call_grammar
 
@@ -29,6 +29,7 @@ def sampling_params(
     vocab_size: int,
     grammar: Grammar | None = None,
     cache_salt: str | None = None,
+    thinking_budget: ThinkingBudget | None = None,
 ) -> list[SamplingParams]:
     """Make the parameters of the `n` responses to one prompt; with a seed, response i draws from seed + i.
 
@@ -51,6 +52,9 @@ def sampling_params(
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop or ())),
         "stop_token_ids": _in_vocabulary(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
         "ignore_eos": bool(body.ignore_eos),
+        "min_tokens": body.min_tokens or 0,
+        "include_stop_str_in_output": body.includes_stop,
+        "thinking_budget": thinking_budget,
         "speculative_depth": 0 if body.speculative is False else body.speculative_depth,
         "grammar": grammar,
         "cache_salt": cache_salt,

@@ -1,12 +1,14 @@
 """Tokenisation of messages and texts. A text that cannot fit is rejected before, since tokenising takes a
 second per megabyte in a thread shared by all requests."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.arguments import names_read
 from eagle_kit.data.chat.messages import ChatPrompt, Tool, Unusable, read_message, read_tools
-from eagle_kit.server.api.protocol import ChatMessages, Message
+from eagle_kit.data.chat.renderer import PromptEnding
+from eagle_kit.server.api.protocol import ChatMessages, ChatRequest, Message
 
 if TYPE_CHECKING:
     from eagle_kit.engine.llm import LLM
@@ -37,9 +39,46 @@ def chat_prompt(llm: "LLM", chat: ChatMessages, tools: Sequence[Tool], most: int
         messages = [read_message(message.model_dump(exclude_none=True)) for message in chat.messages]
     except Unusable as reason:
         raise UserError(f"The messages have {reason}.", "Send back what the model wrote.") from None
-    text = llm.renderer.prompt_text(ChatPrompt(messages, tools, chat.chat_template_kwargs or {}))
+
+    # How the response begins, and arguments of the template.
+    kwargs = dict(chat.chat_template_kwargs or {})
+    ending: PromptEnding = "response"
+    if isinstance(chat, ChatRequest):
+        if chat.continue_final_message:
+            ending = "final message"
+        elif chat.add_generation_prompt is False:
+            ending = "messages"
+        if chat.reasoning_effort is not None:
+            template = llm.renderer.template(tools)
+            kwargs |= _effort_arguments(template, chat.reasoning_effort, kwargs)
+
+    text = llm.renderer.prompt_text(ChatPrompt(messages, tools, kwargs), ending)
     check_length(llm, len(text), most)
     return llm.renderer.token_ids(text)
+
+
+def _effort_arguments(template: str, effort: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a chat template for an effort of reasoning.
+
+    Raises:
+        UserError: the template reads none, or ``kwargs`` give another value.
+    """
+    read = names_read(template)
+    arguments: dict[str, Any]
+    if "reasoning_effort" in read:
+        arguments = {"reasoning_effort": effort}
+    elif effort == "none" and "enable_thinking" in read:
+        arguments = {"enable_thinking": False}
+    else:
+        raise UserError(
+            f"The chat template does not read reasoning_effort, which is {effort!r}.", "Leave it out."
+        )
+    for name, value in arguments.items():
+        if kwargs.get(name, value) != value:
+            raise UserError(
+                f"chat_template_kwargs have {name}, which reasoning_effort sets too.", "Give one of them."
+            )
+    return arguments
 
 
 def text_prompt(llm: "LLM", text: str, most: int, add_special_tokens: bool = True) -> list[int]:

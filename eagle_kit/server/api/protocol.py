@@ -393,17 +393,19 @@ class Sampling(Strict):
     service_tier: Literal["auto", "default"] | None = None
     """Accepted as `auto` or `default`; it has no effect."""
 
-    no_stop_trim: Literal[False] | None = None
-    """Accepted as `false`, as SGLang's router sends it; it has no effect."""
+    include_stop_str_in_output: bool | None = None
+    """The text has the stop text, or the token, that ended the response. Default: false."""
 
-    include_stop_str_in_output: Literal[False] | None = None
-    """Accepted as `false`; it has no effect."""
+    no_stop_trim: bool | None = None
+    """SGLang's name of `include_stop_str_in_output`."""
 
-    min_tokens: Literal[0] | None = None
-    """Accepted as 0; it has no effect. Use `ignore_eos` for responses of exactly `max_tokens`."""
+    min_tokens: CountOrZero | None = None
+    """Tokens of a response before one may end it; until then no stop text is looked for. A grammar that
+    allows nothing else ends the response before. Default: 0."""
 
-    return_token_ids: Literal[False] | None = None
-    """Accepted as `false`; it has no effect."""
+    return_token_ids: bool | None = None
+    """Add the ids of the tokens as vLLM does: `token_ids` to choices, and `prompt_token_ids` to the choices
+    of completions and to the response of a chat; in a stream to its first event. Default: false."""
 
     skip_special_tokens: bool | None = None
     """`false` shows special tokens in the text, except the token that ended the response. Default: true."""
@@ -426,6 +428,11 @@ class Sampling(Strict):
         if self.has_grammar and self.allowed_token_ids is not None:
             raise ValueError("allowed_token_ids excludes response_format, regex and their other names")
         return self
+
+    @property
+    def includes_stop(self) -> bool:
+        """True if the text has what ended the response."""
+        return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
     @property
     def num_choices(self) -> int:
@@ -500,11 +507,21 @@ class ChatRequest(ChatMessages, Sampling):
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     """Accepted as `["text"]`; it has no effect."""
 
-    add_generation_prompt: Literal[True] | None = None
-    """Accepted as `true`; it has no effect."""
+    add_generation_prompt: bool | None = None
+    """`false` renders the messages without the beginning of a response. Default: true, or false with
+    `continue_final_message`."""
 
-    continue_final_message: Literal[False] | None = None
-    """Accepted as `false`, as SGLang's router sends it; it has no effect."""
+    continue_final_message: bool | None = None
+    """The response continues the last message, which is the assistant's. It has the new text only. Default:
+    false."""
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Handed to the chat template, which must read it. `none` also switches `enable_thinking` off in a
+    template that reads that."""
+
+    thinking_token_budget: CountOrZero | None = None
+    """Most tokens of the reasoning, after which its end is forced. Only for models that write it between
+    `<think>` and `</think>`."""
 
     echo: Literal[False] | None = None
     """Accepted as `false`; it has no effect."""
@@ -520,6 +537,10 @@ class ChatRequest(ChatMessages, Sampling):
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message needs a last message of the assistant")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         choice = self.tool_choice

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -29,6 +29,18 @@ class ResponseBody(BaseModel):
     ) -> JsonSchemaValue:
         """Describe the fields also of a body that leaves some out when it is written."""
         return handler({key: value for key, value in core_schema.items() if key != "serialization"})  # type: ignore[arg-type]
+
+
+class OptionalFields(ResponseBody):
+    """A body some of whose fields are left out where they are None."""
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    """Names of these fields."""
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: each for name, each in fields.items() if each is not None or name not in self.OPTIONAL}
 
 
 class CachedTokens(ResponseBody):
@@ -215,21 +227,6 @@ class PromptLogprob(ResponseBody):
     """Text of the token behind other tokens, with its leading blank."""
 
 
-class ScoredPrompt(ResponseBody):
-    """What has log-probabilities of a prompt where they are asked for."""
-
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
-    """Log-probabilities of the prompt by token id, null for its first token; there when they are asked
-    for."""
-
-    @model_serializer(mode="wrap")
-    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found: dict[str, Any] = handler(self)
-        if self.prompt_logprobs is None:
-            del found["prompt_logprobs"]
-        return found
-
-
 class GeneratedFunctionCall(ResponseBody):
     """Function that is called; ``arguments`` is a JSON object as text."""
 
@@ -251,7 +248,7 @@ class ToolCallDelta(GeneratedToolCall):
     index: int
 
 
-class ChatMessage(ResponseBody):
+class ChatMessage(OptionalFields):
     """The response. ``reasoning_content`` and ``tool_calls`` are there where there are any; ``content`` is
     null where there are calls alone."""
 
@@ -261,13 +258,10 @@ class ChatMessage(ResponseBody):
     reasoning_content: str | None = None
     tool_calls: list[GeneratedToolCall] | None = None
 
-    @model_serializer(mode="wrap")
-    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        absent = {name for name in ("reasoning_content", "tool_calls") if getattr(self, name) is None}
-        return {name: value for name, value in handler(self).items() if name not in absent}
+    OPTIONAL = ("reasoning_content", "tool_calls")
 
 
-class ChatChoice(ResponseBody):
+class ChatChoice(OptionalFields):
     """One of `n` responses."""
 
     index: int
@@ -277,8 +271,13 @@ class ChatChoice(ResponseBody):
     """`stop`, `length`, `tool_calls`, or `abort`: the server was stopped, `/abort` was called, or a
     constraint left no token that could follow."""
 
+    token_ids: list[int] | None = None
+    """Tokens of the response, or of this event; there with `return_token_ids`."""
 
-class ChatDelta(ResponseBody):
+    OPTIONAL = ("token_ids",)
+
+
+class ChatDelta(OptionalFields):
     """Addition of a chunk; absent fields are left out, as OpenAI does it."""
 
     role: Literal["assistant"] | None = None
@@ -286,12 +285,10 @@ class ChatDelta(ResponseBody):
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
-    @model_serializer(mode="wrap")
-    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if value is not None}
+    OPTIONAL = ("role", "content", "reasoning_content", "tool_calls")
 
 
-class ChatChunkChoice(ResponseBody):
+class ChatChunkChoice(OptionalFields):
     """Addition of a chunk to one response."""
 
     index: int
@@ -299,14 +296,31 @@ class ChatChunkChoice(ResponseBody):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
+    token_ids: list[int] | None = None
+    """Tokens of the response, or of this event; there with `return_token_ids`."""
 
-class CompletionChoice(ScoredPrompt):
+    OPTIONAL = ("token_ids",)
+
+
+class CompletionChoice(OptionalFields):
     """One of `n` texts of one of the prompts, or an addition to it."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """Log-probabilities of the prompt by token id, null for its first token; there when they are asked
+    for."""
+
+    prompt_token_ids: list[int] | None = None
+    """Tokens of the prompt; there with `return_token_ids`, in a stream in the first event."""
+
+    token_ids: list[int] | None = None
+    """Tokens of the response, or of this event; there with `return_token_ids`."""
+
+    OPTIONAL = ("prompt_logprobs", "prompt_token_ids", "token_ids")
 
 
 class Response(ResponseBody):
@@ -323,10 +337,19 @@ class Response(ResponseBody):
     speculation: Speculation | None = None
 
 
-class ChatResponse(ScoredPrompt, Response):
+class ChatResponse(OptionalFields, Response):
     """`POST /v1/chat/completions`."""
 
     choices: list[ChatChoice]
+
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """Log-probabilities of the prompt by token id, null for its first token; there when they are asked
+    for."""
+
+    prompt_token_ids: list[int] | None = None
+    """Tokens of the prompt; there with `return_token_ids`, in a stream in the first event."""
+
+    OPTIONAL = ("prompt_logprobs", "prompt_token_ids")
 
 
 class CompletionResponse(Response):
@@ -335,10 +358,15 @@ class CompletionResponse(Response):
     choices: list[CompletionChoice]
 
 
-class ChatChunk(Response):
+class ChatChunk(OptionalFields, Response):
     """Event of a chat stream."""
 
     choices: list[ChatChunkChoice]
+
+    prompt_token_ids: list[int] | None = None
+    """Tokens of the prompt; there with `return_token_ids`, in a stream in the first event."""
+
+    OPTIONAL = ("prompt_token_ids",)
 
 
 class CompletionChunk(CompletionResponse):

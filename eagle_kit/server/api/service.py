@@ -20,7 +20,7 @@ from eagle_kit.core.output import PromptLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.core.structured_outputs import Thought
+from eagle_kit.core.structured_outputs import ThinkingBudget, Thought
 from eagle_kit.data.chat.response.choice import choose_forms
 from eagle_kit.engine.text_stream import TextContext, special_tokens
 from eagle_kit.engine.token_names import TokenNames
@@ -248,6 +248,7 @@ class Service:
         shown_tokens: frozenset[int] = frozenset(),
         thought: Thought | None = None,
         contexts: Sequence[TextContext] = (),
+        thinking_budget: ThinkingBudget | None = None,
     ) -> Generation:
         """Make requests for all ``prompts`` and add them to the engine.
 
@@ -260,12 +261,14 @@ class Service:
             thought: reasoning that comes before the body's grammar.
             contexts: end of each prompt, which the text of its responses continues; empty if responses do not
                 continue a text.
+            thinking_budget: of the responses; None without one.
         """
         # Make the requests in the worker thread.
         shown = self.special_tokens if body.shows_special_tokens else shown_tokens
         contexts = contexts or [TextContext()] * len(prompts)
         salt = self._cache_salt(http, body)
-        requests = await self.off_loop(http, self._requests, body, prompts, shown, thought, contexts, salt)
+        make = partial(self._requests, body, prompts, shown, thought, contexts, salt, thinking_budget)
+        requests = await self.off_loop(http, make)
         for request in requests:
             request.arrived_at = http.state.arrived_at
             request.client = network_of(_client_of(http))
@@ -348,6 +351,7 @@ class Service:
         thought: Thought | None,
         contexts: Sequence[TextContext],
         cache_salt: str | None,
+        thinking_budget: ThinkingBudget | None,
     ) -> "list[Request]":
         """Make the requests of all choices of all prompts, those of a prompt one behind the other."""
         llm = self.llm
@@ -356,7 +360,9 @@ class Service:
 
         # Check all responses together before a request is made.
         params_of = [
-            sampling_params(body, len(prompt), llm.max_context, vocab_size, grammar, cache_salt)
+            sampling_params(
+                body, len(prompt), llm.max_context, vocab_size, grammar, cache_salt, thinking_budget
+            )
             for prompt in prompts
         ]
         check_num_logprobs(body, prompts, params_of)
