@@ -58,7 +58,7 @@ class DraftFlag(Options):
 class SamplingFlags(Options):
     """Length and distribution of responses."""
 
-    max_tokens: int = 256
+    max_tokens: int = Field(default=256, ge=1)
     """Most tokens per response."""
 
     temperature: Annotated[float, Flag(metavar="T")] = 0.0

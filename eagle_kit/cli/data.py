@@ -75,7 +75,7 @@ class RegenerateFlags(ShardFlag, SamplingFlags, DraftFlag, TargetFlag):
 
     engine: Annotated[EngineConfig, FlagsOf({**DECODING, **TEMPLATE})] = EngineConfig(max_batch_size=16)
 
-    max_tokens: int = 512
+    max_tokens: int = Field(default=512, ge=1)
     """Most tokens per response."""
 
     seed: int | None = 0

@@ -97,7 +97,7 @@ def test_a_lost_rank_is_one_line_and_exit_code_1_though_a_thread_never_ends():
         (["generate", "--prompt", "  "], "The prompt is empty."),
         (["generate", "--file", "/no/such/file"], "does not exist"),
         (["generate", "--prompt", "x", "--shape", "4,1,5"], "without a draft"),
-        (["generate", "--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens is 0"),
         (["generate", "--prompt", "x", "--batch-size", "0"], "--batch-size is 0"),
         (["export", "run", "--out", "o", "--eval", "/no/summary.json"], "does not exist"),
         (["data", "preview", "/no/config.yaml"], "No such file"),
