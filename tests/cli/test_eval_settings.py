@@ -78,7 +78,7 @@ def test_an_algorithm_without_a_draft_is_a_setting_of_its_name(asked) -> None:
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (["--setting", "--shape 4,1,5"], "no name"),
+        (["--setting", "4,1,5"], "no name"),
         (["--setting", "x: --no-such-flag"], "x.*no-such-flag"),
         (["--setting", "x: --port 1"], "--port"),
         (["--setting", "x: --seed 1"], "--seed"),

@@ -61,8 +61,8 @@ def test_server_regeneration_and_training_render_a_conversation_to_the_same_toke
     prompts: list[str] = []
     render = llm.renderer.render
 
-    def noted(prompt: ChatPrompt, *, generation_prompt: bool) -> str:
-        text = render(prompt, generation_prompt=generation_prompt)
+    def noted(prompt: ChatPrompt, *, generation_prompt: bool, **more: bool) -> str:
+        text = render(prompt, generation_prompt=generation_prompt, **more)
         if generation_prompt:
             prompts.append(text)
         return text

@@ -20,7 +20,6 @@ from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.drafts.files.findings import Finding
-from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.diagnose import run as module
 from eagle_kit.eval.diagnose.causes import Cause
 from eagle_kit.eval.diagnose.models import Models

@@ -129,7 +129,7 @@ def test_bodies_as_the_router_of_sglang_sends_them_on_are_answered(one_byte_a_st
     assert answer.status_code == 200
     assert complete(one_byte_a_step, **both, echo=False, stream=False).status_code == 200
     for name, value in {**both, **reasoning}.items():
-        if name not in ("ignore_eos", "skip_special_tokens"):
+        if name not in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "continue_final_message"):
             answer = chat(one_byte_a_step, **{name: not value})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
