@@ -23,7 +23,6 @@ from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolic
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason
-from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.core.structured_outputs import Grammar
@@ -359,19 +358,16 @@ class Engine:
         params = request.params
         response = request.response
         response.seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        response.stop_token_ids = self._stop_token_ids(params)
+        eos = () if params.ignore_eos else self.target.config.eos_token_ids
+        response.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
         response.max_tokens = min(params.max_tokens, self.config.max_context - len(request.prompt_ids))
         self.scheduler.add(request)
-
-    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a response."""
-        eos = () if params.ignore_eos else self.target.config.eos_token_ids
-        return frozenset((*params.stop_token_ids, *eos))
 
     def _bounded(self, request: Request, match: Match | None) -> Match | None:
         """A match with the bounds of a response's length. Raise UserError where they leave no token."""
         params = request.params
-        stops = self._stop_token_ids(params)
+        # End tokens are forbidden with ignore_eos too, as in vLLM, SGLang and transformers.
+        stops = frozenset((*params.stop_token_ids, *self.target.config.eos_token_ids))
         min_tokens = params.min_tokens if stops else 0
         if not min_tokens and params.thinking_budget is None:
             return match

@@ -202,6 +202,14 @@ def served(folder):
     }
 
 
+def test_end_tokens_wait_for_the_least_length_where_they_end_nothing(served):
+    """With ignore_eos vLLM, SGLang and transformers forbid them until then."""
+    params = SamplingParams(max_tokens=12, min_tokens=5, ignore_eos=True, logit_bias={END_TOKEN: 50.0})
+    for shape in ("none", "3,1,4"):
+        (output,) = served["head"].generate(["Say."], params, shape=shape)
+        assert output.token_ids.index(END_TOKEN) == 5 and len(output.token_ids) == 12
+
+
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 4}], ids=str)
 @pytest.mark.parametrize(
     ("draft", "shape"), [("head", "3,1,4"), ("head", "4,4,12"), ("n-grams", "3,1,4")], ids=str

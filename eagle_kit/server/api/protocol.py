@@ -400,8 +400,8 @@ class Sampling(Strict):
     """SGLang's name of `include_stop_str_in_output`."""
 
     min_tokens: CountOrZero | None = None
-    """Tokens of a response before one may end it; until then no stop text does. A grammar that allows nothing
-    else ends the response before. Default: 0."""
+    """Tokens of a response before an end token, with `ignore_eos` too, or one of `stop_token_ids`; until then
+    no stop text ends it. A grammar that allows nothing else ends the response before. Default: 0."""
 
     return_token_ids: bool | None = None
     """Add the ids of the tokens as vLLM does: `token_ids` to choices, and `prompt_token_ids` to the choices
