@@ -87,8 +87,9 @@ class SamplingParams:
         stop_token_ids: tokens that end the response besides the model's own end tokens; the stop token is
             kept.
         ignore_eos: continue after the model's own end tokens.
-        min_tokens: tokens of the response before one may end it. Until then no stop text is looked for. A
-            grammar that allows nothing else ends the response before.
+        min_tokens: tokens of the response before one of the model's end tokens, with ``ignore_eos`` too, or
+            of ``stop_token_ids``. Until then no stop text ends it. A grammar that allows nothing else ends
+            the response before.
         include_stop_str_in_output: the text of the response has the stop text, or the token, that ended it.
         grammar: constraint that the response must match, as the engine follows it; ``structured_outputs`` is
             the form for callers.

@@ -23,7 +23,6 @@ from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolic
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason
-from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.core.structured_outputs import Grammar
@@ -359,18 +358,16 @@ class Engine:
         params = request.params
         response = request.response
         response.seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        response.stop_token_ids = self._stop_token_ids(params)
+        eos = () if params.ignore_eos else self.target.config.eos_token_ids
+        response.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
         response.max_tokens = min(params.max_tokens, self.config.max_context - len(request.prompt_ids))
         self.scheduler.add(request)
 
-    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a response."""
-        eos = () if params.ignore_eos else self.target.config.eos_token_ids
-        return frozenset((*params.stop_token_ids, *eos))
-
-    def _bounded(self, params: SamplingParams, match: Match | None) -> Match | None:
+    def _bounded(self, request: Request, match: Match | None) -> Match | None:
         """A match with the bounds of a response's length. Raise UserError where they leave no token."""
-        stops = self._stop_token_ids(params)
+        params = request.params
+        # End tokens are forbidden with ignore_eos too, as in vLLM, SGLang and transformers.
+        stops = frozenset((*params.stop_token_ids, *self.target.config.eos_token_ids))
         min_tokens = params.min_tokens if stops else 0
         if not min_tokens and params.thinking_budget is None:
             return match
@@ -379,6 +376,8 @@ class Engine:
                 f"min_tokens is {min_tokens}, and allowed_token_ids has only tokens that end the response.",
                 "Allow another token, or leave min_tokens out.",
             )
+        if params.thinking_budget is not None:
+            _check_end_is_allowed(params.thinking_budget.thought.end, request)
         vocab_size = self.target.config.vocab_size
         return BoundedMatch(stops, vocab_size, min_tokens, params.thinking_budget, match)
 
@@ -399,7 +398,7 @@ class Engine:
         if request.bad_word_ids:
             vocab_size = self.target.config.vocab_size
             match = MatchWithoutBadWords(request.bad_word_ids, vocab_size, match, params.allowed_token_ids)
-        request.response.match = self._bounded(params, match)
+        request.response.match = self._bounded(request, match)
 
     def prepare_grammars(self) -> None:
         """Make the compiler of grammars and compile a first one, so that no request waits for it. Raises
@@ -998,6 +997,21 @@ class Engine:
     def check(self) -> None:
         """Assert that no page is lost, owned twice, or counted wrongly."""
         self.page_pool.check(request.sequence.allocation for request in self.scheduler.running)
+
+
+def _check_end_is_allowed(end: Sequence[int], request: Request) -> None:
+    """Raise UserError if a request forbids a token of the reasoning's ``end``, which a budget forces."""
+    allowed = request.params.allowed_token_ids
+    if allowed is not None and not set(end).issubset(allowed):
+        raise UserError(
+            "There is a budget of reasoning, and allowed_token_ids have no token that ends it.",
+            f"Allow {', '.join(map(str, end))}, or leave the budget out.",
+        )
+    if any((token,) in (request.bad_word_ids or ()) for token in end):
+        raise UserError(
+            "There is a budget of reasoning, and bad_words have the token that ends it.",
+            "Leave that word or the budget out.",
+        )
 
 
 def _mean_context(requests: Sequence[Request]) -> int:

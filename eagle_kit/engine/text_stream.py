@@ -263,7 +263,7 @@ class TextStream:
         stop: texts that end the response, none of them empty.
         included_special_tokens: see :class:`Detokenizer`.
         context: see :class:`Detokenizer`.
-        min_tokens: first tokens, in whose text no stop text is looked for.
+        min_tokens: first tokens, with which no stop text ends the response. One may begin in their text.
         includes_stop: the stop text is a part of the text.
 
     Attributes:
@@ -326,10 +326,9 @@ class TextStream:
             self.text += self._detokenizer.push(token_ids)
             return None
         for count, token in enumerate(token_ids, 1):
-            if self._num_unsearched > 0:
-                self._num_unsearched -= 1
-                self.text += self._detokenizer.push((token,))
-            elif self._append_text(self._detokenizer.push((token,))):
+            is_searched = self._num_unsearched == 0
+            self._num_unsearched = max(0, self._num_unsearched - 1)
+            if self._append_text(self._detokenizer.push((token,)), is_searched):
                 return count
         return None
 
@@ -351,12 +350,19 @@ class TextStream:
             logging.getLogger(__name__).error("The text of a response could not be made.", exc_info=error)
             self.failure = error
 
-    def _append_text(self, new: str) -> bool:
-        """Append decoded text, but for the beginning of a stop text. Return True when it completes one."""
+    def _append_text(self, new: str, is_searched: bool = True) -> bool:
+        """Append decoded text, but for the beginning of a stop text. Return True when it completes one that
+        is looked for."""
         if not new:
             return False
         text = self._held + new
-        ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+
+        # A stop text ends in the new text; what ended before was not looked for.
+        ends = []
+        for stop in self._stop if is_searched else ():
+            at = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if at >= 0:
+                ends.append((at + len(stop), at))
         if ends:
             end, start = min(ends)
             self.text += text[: end if self._includes_stop else start]

@@ -208,15 +208,16 @@ class ChatAnswer(Answer[ChatRequest]):
 
 def _thinking_budget(body: ChatRequest, thought: Thought | None) -> ThinkingBudget | None:
     """The budget of the reasoning that a request asks for. Raise UserError where its end cannot be forced."""
-    if body.thinking_token_budget is None:
+    num_tokens = body.thinking_token_budget
+    if num_tokens is None or num_tokens == -1:
         return None
     if thought is None or len(thought.end) != 1:
         raise UserError(
-            f"thinking_token_budget is {body.thinking_token_budget}, and no token is known that ends the "
+            f"thinking_token_budget is {num_tokens}, and no token is known that ends the "
             "reasoning of this prompt's response.",
             "Leave it out, or send reasoning_effort if the chat template reads it.",
         )
-    return ThinkingBudget(thought, body.thinking_token_budget)
+    return ThinkingBudget(thought, num_tokens)
 
 
 def _tool_call(call: Call) -> GeneratedToolCall:

@@ -13,6 +13,9 @@ from eagle_kit.server.api.protocol import ChatMessages, ChatRequest, Message
 if TYPE_CHECKING:
     from eagle_kit.engine.llm import LLM
 
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Arguments that switch reasoning on: of Qwen's and GLM's templates, and of DeepSeek's and Kimi's."""
+
 
 def max_chars(llm: "LLM") -> int:
     """Most characters that fit the context, with the longest token throughout."""
@@ -64,14 +67,19 @@ def _effort_arguments(template: str, effort: str, kwargs: Mapping[str, Any]) -> 
         UserError: the template reads none, or ``kwargs`` give another value.
     """
     read = names_read(template)
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = {}
     if "reasoning_effort" in read:
-        arguments = {"reasoning_effort": effort}
-    elif effort == "none" and "enable_thinking" in read:
-        arguments = {"enable_thinking": False}
-    else:
+        arguments["reasoning_effort"] = effort
+
+    # Switches of templates: vLLM and SGLang set them by the effort, too.
+    for switch in THINKING_SWITCHES:
+        if switch in read:
+            arguments[switch] = effort != "none"
+
+    if not arguments:
         raise UserError(
-            f"The chat template does not read reasoning_effort, which is {effort!r}.", "Leave it out."
+            f"reasoning_effort is {effort!r}; the chat template reads neither it nor a switch of thinking.",
+            "Leave it out.",
         )
     for name, value in arguments.items():
         if kwargs.get(name, value) != value:

@@ -400,8 +400,8 @@ class Sampling(Strict):
     """SGLang's name of `include_stop_str_in_output`."""
 
     min_tokens: CountOrZero | None = None
-    """Tokens of a response before one may end it; until then no stop text is looked for. A grammar that
-    allows nothing else ends the response before. Default: 0."""
+    """Tokens of a response before an end token, with `ignore_eos` too, or one of `stop_token_ids`; until then
+    no stop text ends it. A grammar that allows nothing else ends the response before. Default: 0."""
 
     return_token_ids: bool | None = None
     """Add the ids of the tokens as vLLM does: `token_ids` to choices, and `prompt_token_ids` to the choices
@@ -515,13 +515,13 @@ class ChatRequest(ChatMessages, Sampling):
     """The response continues the last message, which is the assistant's. It has the new text only. Default:
     false."""
 
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """Handed to the chat template, which must read it. `none` also switches `enable_thinking` off in a
-    template that reads that."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Handed to a chat template that reads it. In one that reads `enable_thinking` or `thinking`, `none`
+    switches that off, and any other effort on. Other templates refuse it."""
 
-    thinking_token_budget: CountOrZero | None = None
-    """Most tokens of the reasoning, after which its end is forced. Only for models that write it between
-    `<think>` and `</think>`."""
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    """Most tokens of the reasoning, after which its end is forced; -1 is no limit. Only for models that write
+    it between `<think>` and `</think>`, and only where the prompt has not closed it."""
 
     echo: Literal[False] | None = None
     """Accepted as `false`; it has no effect."""

@@ -175,12 +175,28 @@ def test_the_effort_of_reasoning_reaches_the_template(served):
     server = served(EFFORT)
     for effort in ("low", "high", "none"):
         ids = post(server, CHAT, reasoning_effort=effort, return_token_ids=True)["prompt_token_ids"]
-        assert server.service.llm.tokenizer.decode(ids).endswith(f"effort {effort}")
+        begin = "<think></think>" if effort == "none" else "<think>"
+        assert server.service.llm.tokenizer.decode(ids).endswith(f"{begin}effort {effort}")
+    message = post(served(), CHAT, 400, reasoning_effort="high")["error"]["message"]
+    assert "reads neither it nor a switch" in message
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_the_effort_of_reasoning_switches_thinking(served, switch):
+    """A template like DeepSeek's, which does not think unless it is asked to."""
+    template = (
+        f"{{% if {switch} is not defined %}}{{% set {switch} = false %}}{{% endif %}}"
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        f"[assistant] {{% if {switch} %}}<think>{{% else %}}<think></think>{{% endif %}}"
+    )
+    server = served(template)
+    for effort, end in ((None, "<think></think>"), ("none", "<think></think>"), ("low", "] <think>")):
+        ids = post(server, CHAT, reasoning_effort=effort, return_token_ids=True)["prompt_token_ids"]
+        assert server.service.llm.tokenizer.decode(ids).endswith(end)
+
+
+def test_the_effort_of_reasoning_and_arguments_of_the_template_agree(served):
     server = served(THINKING)
-    ids = post(server, CHAT, reasoning_effort="none", return_token_ids=True)["prompt_token_ids"]
-    assert server.service.llm.tokenizer.decode(ids).endswith("<think></think>")
-    message = post(server, CHAT, 400, reasoning_effort="high")["error"]["message"]
-    assert "does not read reasoning_effort" in message
     both = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
     assert "which reasoning_effort sets too" in post(server, CHAT, 400, **both)["error"]["message"]
 
@@ -191,6 +207,9 @@ def test_reasoning_has_a_budget(served, stream):
     end = tokenized(server, "</think>")
     body = {"ignore_eos": True, "max_tokens": 20, "return_token_ids": True}
     body["logit_bias"] = {str(end[0]): -100.0}
+    if not stream:
+        free = post(server, CHAT, **body, thinking_token_budget=-1)["choices"][0]
+        assert end[0] not in free["token_ids"] and free["message"]["content"] == ""
     for budget in (0, 5):
         if stream:
             found = events(server, CHAT, **body, thinking_token_budget=budget)
@@ -210,6 +229,7 @@ def test_reasoning_has_a_budget(served, stream):
     ("path", "body", "message"),
     [
         (CHAT, {"thinking_token_budget": 5}, "no token is known that ends the reasoning"),
+        (CHAT, {"thinking_token_budget": -2}, "thinking_token_budget"),
         (CHAT, {"continue_final_message": True}, "last message of the assistant"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
         (CHAT, {"reasoning_effort": "huge"}, "reasoning_effort"),
