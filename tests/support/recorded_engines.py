@@ -1,8 +1,9 @@
 """Servers that speak as vLLM 0.32 and SGLang 0.5 do: metrics, models, tokens and streams of completions.
 
-Names, types and labels of vLLM's metrics were recorded from its server. SGLang's are those of its source,
-``srt/observability/metrics_collector.py``: it adds a response's counts when the response ends, and has no
-sample of verify calls before the first one. What the servers generate is a table; counters follow from it.
+Names and labels of vLLM's metrics are those that its server wrote. Those of SGLang are read from the source
+of 0.5.23 (``srt/observability/metrics_collector.py``), as no server of it has run here: it adds a response's
+counts when the response ends, and has no sample of verify calls before the first one. What the servers
+generate is a table; counters follow from it.
 """
 
 import json
@@ -110,13 +111,14 @@ class RecordedEngine:
         return lines
 
     def _sglang_lines(self) -> list[str]:
-        common = 'model_name="the-model",tp_rank="0",pp_rank="0",moe_ep_rank="0"'
-        streamed = f'{{is_streaming="true",{common}}}'
+        common = 'engine_type="unified",model_name="the-model"'
+        streamed = f'{{{common},is_streaming="true"}}'
+        of_rank = f'{{{common},moe_ep_rank="0",pp_rank="0",tp_rank="0"}}'
         interval = 3.75 if self.drafts else 0.0
         lines = [
-            "# HELP sglang:spec_accept_length The average acceptance length of speculative decoding.",
+            "# HELP sglang:spec_accept_length Mean acceptance length of speculative decoding.",
             "# TYPE sglang:spec_accept_length gauge",
-            f'sglang:spec_accept_length{{engine_type="unified",{common}}} {interval}',
+            f"sglang:spec_accept_length{of_rank} {interval}",
             "# HELP sglang:prompt_tokens_total Number of prefill tokens processed.",
             "# TYPE sglang:prompt_tokens_total counter",
             f"sglang:prompt_tokens_total{streamed} {self.counts['prompt']}.0",

@@ -117,14 +117,14 @@ def test_a_server_gets_the_tokens_of_our_template_and_nothing_of_the_target_s_ge
 def test_sglang_counts_verifies_shows_its_shape_and_gives_no_tokens(prompts: Path, tmp_path: Path) -> None:
     info = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
     options: dict[str, Any] = {"style": "sglang", "gives_ids": False}
-    engine = RecordedEngine(changed_at(5), server_info=info | {"version": "0.5.7"}, **options)
+    engine = RecordedEngine(changed_at(5), server_info=info | {"version": "0.5.23"}, **options)
     with recorded(engine) as url:
         summary = evaluate(prompts, tmp_path / "out", url, names=["sglang"])
     row = find_row(summary, "sglang", "3,2,6")
     assert row["accept_length"] == pytest.approx(2.0) and row["acceptance_per_position"] == []
     assert (row["num_different"], row["num_compared"]) == (NUM_TURNS, NUM_TURNS)
     [server] = summary["servers"]
-    assert (server["engine"], server["version"]) == ("SGLang", "0.5.7")
+    assert (server["engine"], server["version"]) == ("SGLang", "0.5.23")
     found = server["differences"][0]["difference"]
     assert found["position"] == 5 and found["logit_gap"] is None, "found in the text"
     changed = plain_generation(tokens_of("user:red"), NUM_TOKENS)[0]
@@ -164,7 +164,7 @@ def test_a_plain_server_of_the_same_engine_gives_the_others_their_speed_up(
 
 
 def test_a_plain_server_of_sglang_drafts_nothing(prompts: Path, tmp_path: Path) -> None:
-    info = {"speculative_num_steps": None, "version": "0.5.7"}
+    info = {"speculative_num_steps": None, "version": "0.5.23"}
     engine = RecordedEngine(plain_generation, style="sglang", drafts=False, server_info=info)
     with recorded(engine) as url:
         summary = evaluate(prompts, tmp_path / "out", url, names=["sglang"])
