@@ -20,8 +20,14 @@ MAX_SALT_CHARS = 256
 """Most characters of a cache salt; the base64 of 256 random bits has 43."""
 
 WHOLE_NUMBERS = (
-    *("max_tokens", "min_tokens", "top_k", "n", "seed"),
-    *("logprobs", "prompt_logprobs", "speculative_depth"),
+    "max_tokens",
+    "min_tokens",
+    "top_k",
+    "n",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "speculative_depth",
 )
 OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "speculative_depth")
 """Whole numbers that may be None."""

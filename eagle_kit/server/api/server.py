@@ -65,6 +65,9 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
 
     service = app.state.service
     log_level = service.config.log_level
+    if log_level == "warning":
+        # uvicorn warns of each request that is no HTTP.
+        log_level = "error"
     limits = connection_limits(service.engine.capacity)
     grace_s = service.config.grace_period_s
 
@@ -110,9 +113,7 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
         # uvicorn's default lets every program on this machine choose its address.
         proxy_headers=service.config.forwarded_allow_ips is not None,
         forwarded_allow_ips=service.config.forwarded_allow_ips,
-        log_level="error"
-        if log_level == "warning"
-        else log_level,  # it warns of each request that is no HTTP
+        log_level=log_level,
         access_log=False,
         lifespan="on",
     )
