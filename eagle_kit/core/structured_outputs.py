@@ -35,10 +35,15 @@ class Thought(NamedTuple):
             if not token_ids or token_ids[0] != self.opener:
                 return 0
             first = 1
-        for start in range(first, len(token_ids) - len(self.end) + 1):
-            if tuple(token_ids[start : start + len(self.end)]) == self.end:
-                return start - first
-        return len(token_ids) - first
+        start = first
+        try:
+            while True:
+                start = token_ids.index(self.end[0], start)
+                if tuple(token_ids[start : start + len(self.end)]) == self.end:
+                    return start - first
+                start += 1
+        except ValueError:  # there is no end yet
+            return len(token_ids) - first
 
 
 class ThinkingBudget(NamedTuple):

@@ -826,11 +826,14 @@ class Engine:
         for request, sequence, first, count in scores.parts:
             found = request.response.prompt_logprobs
             top = request.params.prompt_logprobs
-            for index in range(first, first + count) if request.sequence is sequence else ():
-                if index == len(found.entries):
-                    at = row + index - first
-                    found.append(chosen[at], ranks[at], top_ids[at][:top], top_values[at][:top])
+            first_row = row
             row += count
+            if request.sequence is not sequence:
+                continue
+            assert first <= len(found.entries), "chunks come in their order"
+            for index in range(len(found.entries), first + count):
+                at = first_row + index - first
+                found.append(chosen[at], ranks[at], top_ids[at][:top], top_values[at][:top])
 
     def _observe(
         self,
