@@ -1182,9 +1182,14 @@ class Runner:
         may_capture: bool,
     ) -> Emitted:
         """Run a cycle, as one function or as two with the host between them; see :meth:`_run`."""
-        # One function does it all, unless the host needs the window. A window of the root has no depth.
-        limits = inputs.depth_limits if settings.shape.steps else None
-        inputs = inputs._replace(depth_limits=None)
+        # Limits of depths are no input of graphs. Without limits the inputs stay the same object, which a graph
+        # need not copy again. A window of the root has no depth.
+        limits = None
+        if inputs.depth_limits is not None:
+            limits = inputs.depth_limits if settings.shape.steps else None
+            inputs = inputs._replace(depth_limits=None)
+
+        # One function does it all, unless the host needs the window.
         if tree is None and matches is None and limits is None:
             return self._run_as_graph("cycle", self.run_cycle, inputs, settings, may_capture)
 
