@@ -1182,8 +1182,8 @@ class Runner:
         may_capture: bool,
     ) -> Emitted:
         """Run a cycle, as one function or as two with the host between them; see :meth:`_run`."""
-        # Limits of depths are no input of graphs. Without limits the inputs stay the same object, which a graph
-        # need not copy again. A window of the root has no depth.
+        # Limits of depths are no input of graphs. Without limits the inputs stay the same object, which a
+        # graph need not copy again. A window of the root has no depth.
         limits = None
         if inputs.depth_limits is not None:
             limits = inputs.depth_limits if settings.shape.steps else None
