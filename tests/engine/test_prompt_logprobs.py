@@ -1,13 +1,19 @@
 """Log-probabilities of prompts, which the engine computes as it reads them."""
 
+import conformance
 import pytest
 import torch
 from tiny import tiny_head, tiny_target
+from tiny_engine import resolved, serve
 from tiny_run import make_target
 from transformers import AutoModelForCausalLM
 
 from eagle_kit import LLM, SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
 from eagle_kit.engine import runner
+from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.request import Request
 
 TOP = 3
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -52,6 +58,34 @@ def test_chunks_drafts_lag_and_preemption_do_not_matter(draft, options):
     assert [output.token_ids for output in outputs] == texts
     for ids, output in zip(PROMPTS, outputs, strict=True):
         check(llm, ids, output.prompt_logprobs, llm.logits(ids))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("latents", "three modules"),  # a chunk is computed with the two tokens before it
+        ("grouped queries", "three modules"),
+        ("recurrent layers", "eagle3"),
+        ("sliding windows", "eagle1"),
+        ("experts", "p-eagle"),
+    ],
+)
+@torch.no_grad()
+def test_kinds_of_targets_and_drafts_do_not_matter(tmp_path, target, draft):
+    model = conformance.make_target(target, tmp_path)
+    head = HeadDraftModel(conformance.untrained_head(draft, model), model)
+    config = resolved(3, 64, kv_tokens=120, page_size=3, prefill_tokens=7)
+    scores = []
+    for each in (None, head):
+        engine = Engine(model, each, config)
+        engine.use_shape(SpecShape.parse("3,1,4" if each else "none"))
+        requests = [Request(i, list(ids), SCORED) for i, ids in enumerate(conformance.PROMPTS)]
+        serve(engine, requests)
+        scores.append([request.output().prompt_logprobs for request in requests])
+    for ids, plain, drafted in zip(conformance.PROMPTS, *scores, strict=True):
+        logits = model.logits(model(torch.tensor(ids), torch.arange(len(ids)), model.causal()).hidden)
+        check(None, ids, plain, logits)
+        check(None, ids, drafted, logits)
 
 
 def test_a_request_that_is_preempted_while_its_prompt_is_read_is_scored_once():
