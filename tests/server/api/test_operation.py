@@ -278,7 +278,9 @@ def test_requests_of_one_id_are_aborted_together_and_end_apart(scripted):
         mixed = start(prompt=[[5] * 397, [5]], max_tokens=None)
         wait_until(lambda: has_begun(engine, 1) and engine.totals.num_finished["length"] == 3)
         live = server.service._live
-        wait_until(lambda: [each.finish_reason for each in sum(live.values(), [])].count(None) == 1)
+        wait_until(
+            lambda: [each.finish_reason for theirs in live.values() for each in theirs].count(None) == 1
+        )
         assert server.http.post("/abort", json={"request_id": "same"}).json() == {"num_aborted": 1}
         reasons = [choice["finish_reason"] for choice in mixed.result().json()["choices"]]
         assert reasons == ["length", "abort"]
